@@ -1,0 +1,1 @@
+"""What every room stands on: hardware, reports, costs, numerics, and the two compilers."""

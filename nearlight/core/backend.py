@@ -1,0 +1,64 @@
+"""Which backend an op takes: chosen by the device of its tensors, or forced, and always said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nearlight.core import env
+
+Backend = Literal["auto", "triton", "reference"]
+BACKENDS = ("auto", "triton", "reference")
+
+_forced: str = env.read("NEARLIGHT_BACKEND")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend an op call takes and why."""
+
+    backend: str
+    reason: str
+
+
+@contextmanager
+def force(backend: Backend) -> Iterator[None]:
+    """Force one backend for every op inside the block, as `NEARLIGHT_BACKEND` does."""
+    global _forced
+    _check(backend)
+    before, _forced = _forced, backend
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def choose(backend: str, tensor: torch.Tensor) -> Choice:
+    """Return the backend for a call on `tensor`; a forced one is never replaced by another."""
+    _check(backend)
+    if backend != "auto":
+        return Choice(backend, "asked for by the call")
+    if _forced != "auto":
+        return Choice(_forced, "forced by NEARLIGHT_BACKEND or backend.force")
+    if tensor.is_cuda:
+        return Choice("triton", "CUDA tensor")
+    return Choice("reference", f"{tensor.device.type} tensor: plain PyTorch is the fast way here")
+
+
+def use_triton(backend: str, tensor: torch.Tensor) -> bool:
+    """Return whether the call runs our kernel; cheap, traceable by torch.compile."""
+    if backend == "auto":
+        backend = _forced
+    if backend == "auto":
+        return tensor.is_cuda
+    _check(backend)
+    return backend == "triton"
+
+
+def _check(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: allowed are {', '.join(BACKENDS)}")

@@ -1,0 +1,113 @@
+"""The Op record: everything the proof, the benchmark and the profiler need to know of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nearlight.core.cost import Cost
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape, dtype and options of an op.
+
+    Attributes:
+        name: how tables call it ("16384x4096").
+        shape: sizes by the names of the op file's legend.
+        dtype: dtype of the main inputs.
+        options: keyword arguments of the public function beyond its tensors.
+    """
+
+    name: str
+    shape: Mapping[str, int]
+    dtype: torch.dtype = torch.bfloat16
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelBuild:
+    """One kernel as it is compiled for an arch, with the budget its machine code must keep.
+
+    Attributes:
+        kernel: a function made by `nearlight.core.triton.jit`.
+        signature: argument name to Triton type ("*bf16", "i64"), constants left out.
+        constants: compile-time constants by name.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        max_registers: registers per thread allowed.
+        max_spill_bytes: bytes of spill stores plus loads allowed.
+        uses_tensor_cores: whether the machine code must contain matrix instructions.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int = 255
+    max_spill_bytes: int = 0
+    uses_tensor_cores: bool = False
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """An input at the edge of what an op takes, proved against the reference like any other.
+
+    Attributes:
+        name: what is extreme about it ("all rows ignored", "label out of range").
+        case: the shape, dtype and options it is made from.
+        change: edits the inputs of the case and returns them; it may replace tensors, not write
+            into them.
+        raises: the error that is the right answer; None where the reference gives the answer.
+        is_finite: whether every output and gradient must be finite.
+    """
+
+    name: str
+    case: Case
+    change: Callable[[Inputs], Inputs]
+    raises: type[Exception] | None = None
+    is_finite: bool = True
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of nearlight or of a user.
+
+    Attributes:
+        name: file, function and table name.
+        function: the public function, called as `function(**inputs)`.
+        reference: plain torch, called the same way without `backend`; differentiable; computes
+            in fp64 when the inputs are fp64 and as a plain PyTorch model would otherwise.
+        make_inputs: `(case, device, generator) -> Inputs` with seeded random tensors; floating
+            tensors that `function` can differentiate have `requires_grad`.
+        cases: what is measured on a GPU.
+        check_cases: small shapes that every tile edge, option and dtype is proved on.
+        cost: `(case) -> {"forward": Cost, "forward_backward": Cost}` with fewest bytes.
+        extra_bytes: `(case) -> int`, declared peak of device memory beyond the inputs, the
+            outputs and the returned gradients, for forward and backward together.
+        peers: name to a factory; the factory imports the peer and returns a function called as
+            `function(**inputs)`, or raises ImportError.
+        builds: `(arch) -> kernels to compile` for "sm_80" and later.
+        extremes: inputs at the edge beyond the empty ones, which every op is proved on.
+        refused_layouts: input name to the layout families it refuses with a ValueError or
+            TypeError ("transposed", "sliced", "strided", "expanded", "offset").
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    make_inputs: Callable[[Case, torch.device, torch.Generator], Inputs]
+    cases: Sequence[Case]
+    check_cases: Sequence[Case]
+    cost: Callable[[Case], Mapping[str, Cost]]
+    extra_bytes: Callable[[Case], int]
+    peers: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+    builds: Callable[[str], Sequence[KernelBuild]] = lambda arch: ()
+    extremes: Sequence[Extreme] = ()
+    refused_layouts: Mapping[str, Sequence[str]] = field(default_factory=dict)
