@@ -78,6 +78,18 @@ class Cost:
         """Operations of all pipes together."""
         return sum(self.flops.values())
 
+    def __add__(self, other: Cost) -> Cost:
+        """Return the cost of both calls, one after the other."""
+        pipes = self.flops.keys() | other.flops.keys()
+        return Cost(
+            flops={pipe: self.flops.get(pipe, 0) + other.flops.get(pipe, 0) for pipe in pipes},
+            bytes_read=self.bytes_read + other.bytes_read,
+            bytes_written=self.bytes_written + other.bytes_written,
+            num_kernels=self.num_kernels + other.num_kernels,
+            workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
+            pattern=self.pattern,
+        )
+
     def limit_s(self, gpu: Gpu) -> float:
         """Return the limit: the slower of flops over dense peaks and bytes over bandwidth.
 

@@ -11,6 +11,9 @@ import torch
 PLAIN_FACTOR = 2.0
 # ... plus this many units in the last place of the output dtype, at the row's scale.
 FLOOR_ULP = 2.0
+# Errors are taken in blocks of rows of about this size: the gradient of a vocabulary in fp64 is
+# gigabytes, and its copies would not fit beside it.
+BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -45,22 +48,42 @@ def errors(actual: torch.Tensor, truth: torch.Tensor) -> Errors:
         raise ValueError(f"shape {tuple(actual.shape)} against truth {tuple(truth.shape)}")
     if truth.numel() == 0:
         return Errors(0.0, 0.0, 0.0)
-    truth = truth.detach().double().cpu()
-    difference = actual.detach().double().cpu() - truth
-    # Equal infinities agree; any other non-finite difference stays one and fails the rule.
-    difference = torch.where(actual.detach().double().cpu() == truth, 0.0, difference)
-    finite = torch.where(truth.isfinite(), truth, 0.0)
     width = truth.shape[-1] if truth.ndim else 1
-    rows, truth_rows = difference.reshape(-1, width), finite.reshape(-1, width)
+    block_rows = max(1, BLOCK_ELEMENTS // width)
+    truth_blocks = truth.detach().double().reshape(-1, width).split(block_rows)
+    blocks = actual.detach().reshape(-1, width).split(block_rows)
     # A row that cancels to almost nothing is judged at the tensor's rounding level, not its own.
-    floor = float(finite.abs().max()) * torch.finfo(_float_dtype(actual)).eps
+    largest = max(float(_finite(block).abs().max()) for block in truth_blocks)
     tiny = torch.finfo(torch.float64).tiny
-    row_scale = truth_rows.abs().amax(1).clamp_min(max(floor, tiny))
-    row_norm = truth_rows.norm(dim=1).clamp_min(max(floor, tiny) * width**0.5)
+    floor = max(largest * torch.finfo(_float_dtype(actual)).eps, tiny)
+    measured = [_block_errors(*pair, floor) for pair in zip(blocks, truth_blocks, strict=True)]
+    at_row_scale, of_row, norm, truth_norm = torch.tensor(measured, dtype=torch.float64).T
     return Errors(
-        max_at_row_scale=float((rows.abs().amax(1) / row_scale).max()),
-        worst_row=float((rows.norm(dim=1) / row_norm).max()),
-        whole=float(rows.norm() / max(float(truth_rows.norm()), tiny)),
+        max_at_row_scale=float(at_row_scale.max()),
+        worst_row=float(of_row.max()),
+        whole=float(norm.norm()) / max(float(truth_norm.norm()), tiny),
+    )
+
+
+def _finite(truth: torch.Tensor) -> torch.Tensor:
+    return torch.where(truth.isfinite(), truth, 0.0)
+
+
+def _block_errors(
+    actual: torch.Tensor, truth: torch.Tensor, floor: float
+) -> tuple[float, float, float, float]:
+    """Return largest error at row scale, worst row, norm of the error, norm of the truth."""
+    wide = actual.to(truth.device, torch.float64)
+    # Equal infinities agree; any other non-finite difference stays one and fails the rule.
+    difference = torch.where(wide == truth, 0.0, wide - truth)
+    finite = _finite(truth)
+    row_scale = finite.abs().amax(1).clamp_min(floor)
+    row_norm, truth_norm = difference.norm(dim=1), finite.norm(dim=1)
+    return (
+        float((difference.abs().amax(1) / row_scale).max()),
+        float((row_norm / truth_norm.clamp_min(floor * truth.shape[1] ** 0.5)).max()),
+        float(row_norm.norm()),
+        float(truth_norm.norm()),
     )
 
 

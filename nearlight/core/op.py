@@ -36,7 +36,8 @@ class KernelBuild:
 
     Attributes:
         kernel: a function made by `nearlight.core.triton.jit`.
-        signature: argument name to Triton type ("*bf16", "i64"), constants left out.
+        signature: argument name to Triton type ("*bf16", "i64"), constants left out; "i64:16" is
+            a multiple of 16, "*bf16:1" a pointer that is not aligned to 16 bytes as others are.
         constants: compile-time constants by name.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
@@ -95,8 +96,8 @@ class Op:
             `function(**inputs)`, or raises ImportError.
         builds: `(arch) -> kernels to compile` for "sm_80" and later.
         extremes: inputs at the edge beyond the empty ones, which every op is proved on.
-        refused_layouts: input name to the layout families it refuses with a ValueError or
-            TypeError ("transposed", "sliced", "strided", "expanded", "offset").
+        refused_layouts: input name to the layout families that may be refused by a ValueError
+            or TypeError naming it ("transposed", "sliced", "strided", "expanded", "offset").
     """
 
     name: str

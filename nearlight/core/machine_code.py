@@ -1,0 +1,235 @@
+"""Read machine code without a GPU: what ptxas says of a kernel, and what nvdisasm counts in it.
+
+Works for every cubin, of Triton or of CUDA C++. Registers, stack and spills come from the log of
+`ptxas -v`, because only ptxas tells a spill from a local array (both are stack); the instructions
+come from `nvdisasm -json`, because its text drops addresses of different width.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# Shared memory that a block may ask for, in bytes, by compute capability. Source: CUDA C++
+# programming guide, technical specifications per compute capability.
+MAX_SHARED_BYTES = {
+    75: 64 * 1024,
+    80: 163 * 1024,
+    86: 99 * 1024,
+    87: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    103: 227 * 1024,
+    120: 99 * 1024,
+    121: 99 * 1024,
+}
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_PROPERTIES = re.compile(r"Function properties for (\S+)")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes of an SM, from the log of `ptxas -v`.
+
+    Attributes:
+        registers: 32-bit registers per thread.
+        stack_bytes: local memory per thread: spills and arrays that are indexed at run time.
+        spill_store_bytes: bytes of registers stored to the stack, as instructions, not as executed.
+        spill_load_bytes: bytes loaded back.
+        shared_bytes: static shared memory of a block.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """The machine code of one kernel for one arch.
+
+    Attributes:
+        name: the kernel's symbol.
+        arch: "sm_90a".
+        registers: 32-bit registers per thread.
+        spill_store_bytes: bytes of spill stores; 0 where a stack only holds local arrays.
+        spill_load_bytes: bytes of spill loads.
+        stack_bytes: local memory per thread, spills and local arrays together.
+        shared_bytes: shared memory of a block, static and dynamic.
+        instructions: opcode with its modifiers ("LDG.E.128") to its count; NOP padding left out.
+        cubin: the code itself.
+        ptx: what it was assembled from, where known.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: Mapping[str, int]
+    cubin: bytes
+    ptx: str = ""
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of spill stores and loads together."""
+        return self.spill_store_bytes + self.spill_load_bytes
+
+    @property
+    def matrix_instructions(self) -> int:
+        """Instructions that run on tensor cores (HMMA, IMMA, QMMA, HGMMA, UTCHMMA, …)."""
+        return sum(n for op, n in self.instructions.items() if op.split(".")[0].endswith("MMA"))
+
+    def count(self, opcode: str) -> int:
+        """Return how many instructions have this opcode, whatever their modifiers."""
+        return sum(n for op, n in self.instructions.items() if f"{op}.".startswith(f"{opcode}."))
+
+
+def read(
+    cubin: bytes,
+    log: str,
+    symbol: str | None = None,
+    *,
+    arch: str = "",
+    dynamic_shared_bytes: int = 0,
+    ptx: str = "",
+) -> MachineCode:
+    """Read one kernel of a cubin.
+
+    Args:
+        cubin: the machine code.
+        log: what `ptxas -v` (NVRTC with the ptxas option `-v`) printed when it was assembled.
+        symbol: mangled name of the kernel; may be left out where there is only one.
+        arch: for which arch; taken from the cubin if left out.
+        dynamic_shared_bytes: shared memory that the launch adds to the static one.
+        ptx: the source of the assembly, kept for the reader.
+
+    Returns:
+        The kernel's resources and instruction counts.
+
+    Raises:
+        ValueError: the log or the cubin has no such kernel, or more than one and no symbol.
+    """
+    resources = _pick(parse_log(log), symbol, "the log of ptxas -v")
+    found_arch, functions = disassemble(cubin)
+    name, instructions = _pick(functions, symbol or resources[0], "the cubin")
+    taken = resources[1]
+    return MachineCode(
+        name=name,
+        arch=arch or found_arch,
+        registers=taken.registers,
+        spill_store_bytes=taken.spill_store_bytes,
+        spill_load_bytes=taken.spill_load_bytes,
+        stack_bytes=taken.stack_bytes,
+        shared_bytes=taken.shared_bytes + dynamic_shared_bytes,
+        instructions=instructions,
+        cubin=cubin,
+        ptx=ptx,
+    )
+
+
+def _pick(found: Mapping[str, Any], symbol: str | None, where: str) -> tuple[str, Any]:
+    if symbol is None and len(found) == 1:
+        return next(iter(found.items()))
+    if symbol is None or symbol not in found:
+        names = ", ".join(found) or "none"
+        raise ValueError(f"{where} has no kernel {symbol!r}; it has: {names}")
+    return symbol, found[symbol]
+
+
+def parse_log(log: str) -> dict[str, Resources]:
+    """Return the resources of every kernel in a log of `ptxas -v`, by symbol."""
+    kernels: dict[str, Resources] = {}
+    entry, owner = "", ""
+    stack: dict[str, tuple[int, int, int]] = {}
+    for line in log.splitlines():
+        if match := _ENTRY.search(line):
+            entry = match[1]
+        elif match := _PROPERTIES.search(line):
+            owner = match[1]
+        elif match := _STACK.search(line):
+            stack[owner] = (int(match[1]), int(match[2]), int(match[3]))
+        elif entry and (match := _REGISTERS.search(line)):
+            shared = _SHARED.search(line)
+            stack_bytes, stores, loads = stack.get(entry, (0, 0, 0))
+            kernels[entry] = Resources(
+                int(match[1]), stack_bytes, stores, loads, int(shared[1]) if shared else 0
+            )
+            entry = ""
+    return kernels
+
+
+def disassemble(cubin: bytes) -> tuple[str, dict[str, dict[str, int]]]:
+    """Return a cubin's arch and, for each function, how often each opcode stands in it.
+
+    Raises:
+        ValueError: no nvdisasm here takes the bytes for machine code.
+        RuntimeError: there is no nvdisasm.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        for path in tools("nvdisasm"):
+            command = [path, "-json", file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            # 13.x warns on stderr about cubins of ptxas 12.x; its output is complete
+            if done.returncode == 0 and done.stdout.lstrip().startswith("["):
+                break
+        else:
+            raise ValueError(
+                f"nvdisasm cannot read {len(cubin)} bytes of machine code: {done.stderr.strip()} "
+                "For a newer arch: pip install --upgrade nvidia-cuda-nvdisasm"
+            )
+    header, functions = json.loads(done.stdout)
+    version = header["SM"]["version"]
+    counts = {
+        function["function-name"]: dict(
+            Counter(
+                instruction["opcode"]
+                for instruction in function["sass-instructions"]
+                if instruction["opcode"] != "NOP"
+            )
+        )
+        for function in functions
+    }
+    return f"sm_{version['major']}{version['minor']}", counts
+
+
+@cache
+def tools(name: str) -> tuple[str, ...]:
+    """Return the paths of a binary tool: Triton's own, then that of NVIDIA's wheel or toolkit.
+
+    Triton's may be older than an arch that its ptxas knows.
+
+    Args:
+        name: "nvdisasm" or "cuobjdump".
+
+    Raises:
+        RuntimeError: neither is installed.
+    """
+    import triton
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    installed = find_nvidia_binary_utility(name)
+    paths = ([str(bundled)] if bundled.is_file() else []) + ([installed] if installed else [])
+    if not paths:
+        raise RuntimeError(f"{name} is not installed: pip install nvidia-cuda-{name}")
+    return tuple(paths)

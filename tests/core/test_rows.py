@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from nearlight.core import rows
+from nearlight.core.rows import as_rows, check_rows, column_sums, launch_gpu, refuse_dtensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_column_sums_of_two_partials_in_their_own_dtypes(dtype):
+    partials = torch.randn(2, 70, 300, dtype=dtype)
+    first, second = torch.empty(300, dtype=torch.bfloat16), torch.empty(300, dtype=dtype)
+    column_sums(partials, first, second)
+    torch.testing.assert_close(first, partials[0].sum(0).bfloat16())
+    torch.testing.assert_close(second, partials[1].sum(0))
+
+
+def test_column_sums_writes_nothing_else():
+    guarded = torch.full((40,), torch.nan)
+    column_sums(torch.ones(1, 5, 33), guarded[3:36])
+    assert guarded[3:36].eq(5).all()
+    assert guarded[:3].isnan().all() and guarded[36:].isnan().all()
+
+
+def test_as_rows_is_a_view_where_strides_allow():
+    x = torch.randn(2, 3, 8)
+    for tensor in (x, x[..., 2:6], x[:1, 1:], x.expand(4, 2, 3, 8)[:, 0]):
+        assert torch.equal(as_rows(tensor), tensor.reshape(-1, tensor.shape[-1]))
+    assert as_rows(x[..., 2:6]).data_ptr() == x[..., 2:6].data_ptr()
+    assert as_rows(x.transpose(0, 2)).stride(-1) == 1
+    assert as_rows(torch.randn(5)).shape == (1, 5)
+
+
+def test_launch_gpu_is_none_for_the_interpreter():
+    assert launch_gpu(torch.device("cpu")) is None
+
+
+def test_launch_gpu_of_a_card_the_table_lacks(monkeypatch):
+    class Properties:
+        name, multi_processor_count = "NVIDIA Thing 1", 77
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    launch_gpu.cache_clear()
+    gpu = launch_gpu(torch.device("cuda", 0))
+    launch_gpu.cache_clear()
+    assert (gpu.key, gpu.num_sms) == ("h200", 77)
+
+
+def test_forward_tile_leaves_no_sm_idle():
+    gpu = rows.find_gpu("h200")
+    assert rows.forward_config((16384, 128), gpu).block_m == 32
+    assert rows.forward_config((gpu.num_sms, 128), gpu).block_m == 1
+
+
+def test_stages_follow_from_shared_memory():
+    large, small = rows.find_gpu("h200"), rows.find_gpu("rtx-4090")
+    stages = [
+        rows.backward_config((16384, 8192), torch.float32, gpu).num_stages for gpu in (large, small)
+    ]
+    assert stages == [3, 2]
+
+
+def test_refusals_name_the_op():
+    class Sharded(torch.Tensor):
+        def to_local(self):
+            return self
+
+    with pytest.raises(TypeError, match="my_op: got a DTensor"):
+        refuse_dtensor("my_op", None, torch.ones(2).as_subclass(Sharded))
+    with pytest.raises(ValueError, match="my_op: weight has shape"):
+        check_rows("my_op", torch.ones(2, 3), weight=torch.ones(2))
