@@ -1,0 +1,221 @@
+"""LayerNorm over the last dimension.
+
+    y = (x − mean(x)) / sqrt(var(x) + eps) * weight + bias
+
+Legend: N = width of a row (last dimension), rows = everything before it.
+Source: Ba, Kiros & Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
+Limits: N ≤ 262,144; sums in fp32 (fp64 for fp64 inputs), the variance from differences to the
+mean (wide rows: Welford), so right where the mean is large; gradients without atomics, so equal
+in every run; no gradient of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+
+from nearlight.core.backend import use_triton
+from nearlight.core.cost import Cost
+from nearlight.core.hardware import GPUS
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.rows import (
+    MAX_BLOCK,
+    MAX_WIDTH,
+    accumulator,
+    check_rows,
+    column_sums_build,
+    row_build,
+)
+from nearlight.ops.layer_norm import kernels
+from nearlight.ops.layer_norm.kernels import config
+from nearlight.ops.layer_norm.registration import (
+    backward_cost,
+    forward_cost,
+    forward_op,
+    workspace_bytes,
+)
+
+__all__ = ["OP", "config", "layer_norm", "reference"]
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Compute LayerNorm in plain PyTorch."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Shift each row to mean 0, scale it to variance 1, then apply a weight and a bias.
+
+    y = (x − mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension, as
+    `torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)`.
+
+    Args:
+        x: (..., N) fp16, bf16, fp32 or fp64, any strides, N ≤ 262,144, on CPU or CUDA.
+        weight: (N,) of any of these dtypes, on the same device; None for no scale.
+        bias: (N,) likewise; None for no shift.
+        eps: added to the variance.
+        backend: "auto" (Triton on CUDA, plain PyTorch on CPU), "triton" or "reference".
+
+    Returns:
+        (..., N) in x's dtype (fp32 under CUDA autocast, as PyTorch's), contiguous.
+
+    Raises:
+        ValueError: shape, device or backend that is not allowed.
+        TypeError: a dtype that is not allowed, or a DTensor.
+
+    Source: Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+
+    Example:
+        >>> import torch
+        >>> from nearlight.ops import layer_norm
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
+        tensor([[-1.,  1.]])
+    """
+    check_rows("layer_norm", x, weight=weight, bias=bias)
+    if not use_triton(backend, x):
+        return reference(x, weight, bias, eps)
+    dtype = x.dtype
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = accumulator(x.dtype)
+    y: torch.Tensor = forward_op(x, weight, bias, eps, dtype)[0]
+    return y
+
+
+def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    width = case.shape["N"]
+
+    def random(*size: int) -> torch.Tensor:
+        values = torch.randn(*size, generator=generator, device=generator.device)
+        return values.to(device, case.dtype)
+
+    tensors = {
+        "x": random(case.shape["rows"], width).requires_grad_(),
+        "weight": (1.0 + 0.1 * random(width)).requires_grad_(),
+        "bias": (0.1 * random(width)).requires_grad_(),
+    }
+    return {**tensors, **case.options}
+
+
+def _parameters(case: Case) -> list[bool]:
+    return [case.options.get(name, True) is not None for name in ("weight", "bias")]
+
+
+def _cost(case: Case) -> dict[str, Cost]:
+    x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
+    needs = [True, *_parameters(case)]
+    tensors = [t if is_there else None for t, is_there in zip((x, x[0], x[0]), needs, strict=True)]
+    forward = forward_cost(tuple(tensors), {}, (x,))
+    gradients = [t for t in tensors if t is not None]
+    backward = backward_cost((x, *tensors, needs), {}, gradients)
+    return {"forward": forward, "forward_backward": forward + backward}
+
+
+def _extra_bytes(case: Case) -> int:
+    rows, width = case.shape["rows"], case.shape["N"]
+    statistics_bytes = 2 * rows * accumulator(case.dtype).itemsize
+    return statistics_bytes + workspace_bytes(rows, width, case.dtype, sum(_parameters(case)))
+
+
+def _large_mean(inputs: Inputs) -> Inputs:
+    x = 30.0 + 0.01 * inputs["x"].detach()
+    return {**inputs, "x": x.requires_grad_()}
+
+
+def _flatten_first_row(inputs: Inputs) -> Inputs:
+    x = inputs["x"].detach().clone()
+    x[0] = 3.0
+    return {**inputs, "x": x.requires_grad_()}
+
+
+def _torch_peer() -> Callable[..., torch.Tensor]:
+    return reference
+
+
+def _liger_peer() -> Callable[..., torch.Tensor]:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    def run(x: torch.Tensor, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
+        return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+    return run
+
+
+def _builds(arch: str) -> Sequence[KernelBuild]:
+    dtype, name = (torch.float16, "fp16") if arch == "sm_75" else (torch.bfloat16, "bf16")
+    gpu = next(gpu for gpu in GPUS.values() if gpu.arch.rstrip("a") == arch.rstrip("a"))
+    builds = [column_sums_build(4096, name, num_sums=2)]
+    for rows, width in ((16384, 768), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)):
+        forward = config((rows, width), dtype, gpu)
+        backward = config((rows, width), dtype, gpu, "backward")
+        constants = {"N": width, "ACC": tl.float32}
+        first = {**constants, "EPS": 1e-5}
+        is_whole = forward.block_n >= width
+        kernel = kernels._layer_norm_fwd_kernel if is_whole else kernels._layer_norm_fwd_wide_kernel
+        builds.append(row_build(kernel, forward, name, first, 96))
+        # A backward program of any size must find room on an SM.
+        most = min(144, 65536 // (32 * backward.num_warps))
+        is_whole = backward.block_n >= width
+        if not is_whole:
+            kernel = kernels._layer_norm_bwd_projection_kernel
+            builds.append(row_build(kernel, backward, name, constants, most))
+        absent = ["projections_ptr"] if is_whole else []
+        kernel = kernels._layer_norm_bwd_kernel
+        builds.append(row_build(kernel, backward, name, constants, most, absent))
+    return builds
+
+
+def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:
+    name = " ".join([f"{rows}x{width}", *(f"{key}={value}" for key, value in options.items())])
+    return Case(name, {"rows": rows, "N": width}, dtype, options)
+
+
+_WIDTHS = (1, 7, 64, 127, 128, 129, 768)
+
+OP = Op(
+    name="layer_norm",
+    function=layer_norm,
+    reference=reference,
+    make_inputs=_make_inputs,
+    cases=[
+        _case(16384, 4096),
+        _case(16384, 8192),
+        _case(16384, 768),  # GPT-2, batch 16 of 1024 tokens
+    ],
+    check_cases=[
+        *(_case(5, width, torch.float32) for width in _WIDTHS),
+        *(_case(3, 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        _case(9, 65, weight=None),
+        _case(9, 65, bias=None),
+        _case(9, 65, weight=None, bias=None),
+        _case(9, 65, torch.float32, eps=1e-3),
+        _case(4097, 64, torch.float32),
+        _case(1, MAX_BLOCK + 1, torch.float32),
+        _case(2, 70_000),
+        _case(1, MAX_WIDTH, torch.float32),
+    ],
+    cost=_cost,
+    extra_bytes=_extra_bytes,
+    peers={"torch": _torch_peer, "liger": _liger_peer},
+    builds=_builds,
+    extremes=[
+        Extreme("mean 30, std 0.01", _case(3, 257, torch.float32), _large_mean),
+        Extreme("mean 30, std 0.01, wide", _case(2, 70_000, torch.float32), _large_mean),
+        Extreme("a row of one value", _case(3, 64, torch.float32), _flatten_first_row),
+    ],
+)

@@ -1,0 +1,256 @@
+"""RMSNorm over the last dimension.
+
+    y = x / sqrt(mean(x²) + eps) * (offset + weight)
+
+Legend: N = width of a row (last dimension), rows = everything before it.
+Source: Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
+Limits: N ≤ 262,144; sums in fp32 (fp64 for fp64 inputs); gradients without atomics, so equal in
+every run; no gradient of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+
+from nearlight.core.backend import use_triton
+from nearlight.core.cost import Cost
+from nearlight.core.hardware import GPUS
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.rows import (
+    MAX_BLOCK,
+    MAX_WIDTH,
+    accumulator,
+    check_rows,
+    column_sums_build,
+    row_build,
+)
+from nearlight.ops.rms_norm import kernels
+from nearlight.ops.rms_norm.kernels import config
+from nearlight.ops.rms_norm.registration import (
+    backward_cost,
+    forward_cost,
+    forward_op,
+    workspace_bytes,
+)
+
+__all__ = ["OP", "config", "reference", "rms_norm"]
+
+CASTINGS = ("llama", "gemma", "none")
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> torch.Tensor:
+    """Compute RMSNorm in plain PyTorch, cast by cast as Hugging Face's models do."""
+    if casting == "none":
+        scale = None if weight is None else weight + offset
+        return F.rms_norm(x, x.shape[-1:], scale, eps)
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if casting == "gemma":
+        return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
+    return (weight + offset) * normed.to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: Literal["llama", "gemma", "none"] = "llama",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Divide each row by its root mean square and scale it by a weight.
+
+    y = x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dimension.
+
+    Args:
+        x: (..., N) fp16, bf16, fp32 or fp64, any strides, N ≤ 262,144, on CPU or CUDA.
+        weight: (N,) of any of these dtypes, on the same device; None for no scale.
+        eps: added to the mean square.
+        offset: added to the weight (1.0 in Gemma, whose weights are stored around zero).
+        casting: "llama" rounds the normalised row to x's dtype before the weight (the result has
+            the dtype that both promote to), "gemma" rounds once at the end to x's dtype, "none"
+            is `torch.nn.functional.rms_norm` (fp32 under CUDA autocast, as there).
+        backend: "auto" (Triton on CUDA, plain PyTorch on CPU), "triton" or "reference".
+
+    Returns:
+        (..., N), contiguous.
+
+    Raises:
+        ValueError: shape, device, casting or backend that is not allowed.
+        TypeError: a dtype that is not allowed, or a DTensor.
+
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> import torch
+        >>> from nearlight.ops import rms_norm
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.1314]])
+    """
+    check_rows("rms_norm", x, weight=weight)
+    if casting not in CASTINGS:
+        raise ValueError(f"rms_norm: casting={casting!r}; allowed are {', '.join(CASTINGS)}")
+    if offset and weight is None:
+        raise ValueError(f"rms_norm: offset={offset} without a weight; pass the weight")
+    if not use_triton(backend, x):
+        return reference(x, weight, eps, offset=offset, casting=casting)
+    dtype = x.dtype
+    round_first = False
+    if casting == "llama" and weight is not None:
+        round_first = x.dtype.itemsize == 2
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+    elif casting == "none" and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = accumulator(x.dtype)
+    y: torch.Tensor = forward_op(x, weight, eps, offset, round_first, dtype)[0]
+    return y
+
+
+def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    width = case.shape["N"]
+
+    def random(*size: int) -> torch.Tensor:
+        values = torch.randn(*size, generator=generator, device=generator.device)
+        return values.to(device, case.dtype)
+
+    x = random(case.shape["rows"], width)
+    weight = 1.0 - case.options.get("offset", 0.0) + 0.1 * random(width)
+    tensors = {"x": x.requires_grad_(), "weight": weight.requires_grad_()}
+    return {**tensors, **case.options}
+
+
+def _cost(case: Case) -> dict[str, Cost]:
+    x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
+    weight = None if _lacks_weight(case) else x[0]
+    forward = forward_cost((x, weight), {}, (x,))
+    gradients = [t for t in (x, weight) if t is not None]
+    backward = backward_cost((x, x, weight, True, weight is not None), {}, gradients)
+    return {"forward": forward, "forward_backward": forward + backward}
+
+
+def _lacks_weight(case: Case) -> bool:
+    return case.options.get("weight", True) is None
+
+
+def _extra_bytes(case: Case) -> int:
+    rows, width = case.shape["rows"], case.shape["N"]
+    rstd_bytes = rows * accumulator(case.dtype).itemsize
+    return rstd_bytes + workspace_bytes(rows, width, case.dtype, not _lacks_weight(case))
+
+
+def _zero_first_row(inputs: Inputs) -> Inputs:
+    return _with_first_row(inputs, 0.0)
+
+
+def _flatten_first_row(inputs: Inputs) -> Inputs:
+    return _with_first_row(inputs, 3e4)
+
+
+def _with_first_row(inputs: Inputs, value: float) -> Inputs:
+    x = inputs["x"].detach().clone()
+    x[0] = value
+    return {**inputs, "x": x.requires_grad_()}
+
+
+def _torch_peer() -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, weight: Any = None, eps: float = 1e-6, **options: Any) -> Any:
+        offset = options.get("offset", 0.0)
+        return F.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, eps)
+
+    return run
+
+
+def _liger_peer() -> Callable[..., torch.Tensor]:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def run(x: torch.Tensor, weight: Any = None, eps: float = 1e-6, **options: Any) -> Any:
+        offset, casting = options.get("offset", 0.0), options.get("casting", "llama")
+        # Not in place: the peer may not overwrite the upstream gradient that it is timed with.
+        return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, False)
+
+    return run
+
+
+def _builds(arch: str) -> Sequence[KernelBuild]:
+    dtype, name = (torch.float16, "fp16") if arch == "sm_75" else (torch.bfloat16, "bf16")
+    gpu = next(gpu for gpu in GPUS.values() if gpu.arch.rstrip("a") == arch.rstrip("a"))
+    builds = [column_sums_build(4096, name)]
+    for rows, width in ((2**19, 128), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)):
+        forward = config((rows, width), dtype, gpu)
+        backward = config((rows, width), dtype, gpu, "backward")
+        constants = {"N": width, "ACC": tl.float32, "OFFSET": 0.0}
+        first = {**constants, "EPS": 1e-6, "ROUND": True}
+        is_whole = forward.block_n >= width
+        kernel = kernels._rms_norm_fwd_kernel if is_whole else kernels._rms_norm_fwd_wide_kernel
+        builds.append(row_build(kernel, forward, name, first, 64))
+        # A backward program of any size must find room on an SM.
+        most = min(144, 65536 // (32 * backward.num_warps))
+        is_whole = backward.block_n >= width
+        if not is_whole:
+            kernel = kernels._rms_norm_bwd_projection_kernel
+            builds.append(row_build(kernel, backward, name, constants, most))
+        absent = ["projection_ptr"] if is_whole else []
+        kernel = kernels._rms_norm_bwd_kernel
+        builds.append(row_build(kernel, backward, name, constants, most, absent))
+    return builds
+
+
+def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:
+    name = " ".join([f"{rows}x{width}", *(str(option) for option in options.values())])
+    return Case(name, {"rows": rows, "N": width}, dtype, options)
+
+
+_WIDTHS = (1, 7, 64, 127, 128, 129, 576)
+
+OP = Op(
+    name="rms_norm",
+    function=rms_norm,
+    reference=reference,
+    make_inputs=_make_inputs,
+    cases=[
+        _case(16384, 1024),
+        _case(16384, 4096),
+        _case(16384, 8192),
+        _case(4096, 16384),
+        _case(4096, 65536),
+        _case(2**19, 128),  # heads of 128, as Qwen3 normalises its queries and keys
+    ],
+    check_cases=[
+        *(_case(5, width, torch.float32) for width in _WIDTHS),
+        *(_case(3, 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        *(
+            _case(9, 65, dtype, casting=casting)
+            for casting in CASTINGS
+            for dtype in (torch.bfloat16, torch.float32)
+        ),
+        _case(9, 65, torch.bfloat16, casting="gemma", offset=1.0),
+        _case(9, 65, torch.bfloat16, casting="llama", offset=1.0),
+        _case(9, 65, torch.bfloat16, weight=None),
+        _case(4097, 64, torch.float32),
+        _case(1, MAX_BLOCK + 1, torch.float32),
+        _case(2, 70_000, torch.bfloat16),
+        _case(1, MAX_WIDTH, torch.float32),
+    ],
+    cost=_cost,
+    extra_bytes=_extra_bytes,
+    peers={"torch": _torch_peer, "liger": _liger_peer},
+    builds=_builds,
+    extremes=[
+        Extreme("rows of zeros", _case(3, 65, torch.float32), _zero_first_row),
+        Extreme("a row of one value", _case(3, 64, torch.float32), _flatten_first_row),
+    ],
+)

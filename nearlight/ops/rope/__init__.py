@@ -1,0 +1,317 @@
+"""RoPE: rotary position embedding of queries and keys, both in one launch.
+
+    out = x · cos + rotate(x) · sin over the first R entries of a head; the others are copied
+    rotate(x) = (−x₂, x₁), where x = (x₁, x₂) are the two halves (half-split, as in Llama and most
+    others) or the even and the odd entries (interleaved, as in GPT-J and Cohere)
+
+Legend: B = batch, S = tokens, H = heads of q, HK = heads of k, D = width of a head, R = rotary
+width, W = width of the tables (R, or R / 2 where each angle is stored once), P = rows of a table
+that positions pick from.
+Source: Su et al., "RoFormer", 2021 (arXiv:2104.09864), equation 34.
+Limits: computed in fp32 (fp64 for fp64 inputs) and rounded once; no gradient of cos and sin. The
+map is linear: the backward saves neither q nor k, and gradients of gradients are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from nearlight.core.backend import use_triton
+from nearlight.core.cost import Cost
+from nearlight.core.hardware import find_gpu
+from nearlight.core.op import Case, Inputs, KernelBuild, Op
+from nearlight.core.rows import FLOATS, refuse_dtensor
+from nearlight.ops.rope.kernels import Config, _rope_kernel, config
+from nearlight.ops.rope.registration import Pair, cost, forward_op
+
+__all__ = ["OP", "Config", "config", "reference", "rope"]
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    heads_dim: int = 1,
+) -> Pair:
+    """Rotate as transformers' models do; arguments as in `rope`."""
+    rotary_dim = rotary_dim or cos.shape[-1]
+
+    def spread(table: torch.Tensor) -> torch.Tensor:
+        if position_ids is not None:
+            table = table[position_ids]
+        if table.shape[-1] < rotary_dim:
+            table = table.repeat_interleave(2, -1) if interleaved else torch.cat([table] * 2, -1)
+        return (table if table.ndim == 3 else table[None]).unsqueeze(heads_dim)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+    def embed(x: torch.Tensor) -> torch.Tensor:
+        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        turned = (turned * spread(cos) + rotate(turned) * spread(sin)).to(x.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+    return embed(q), embed(k)
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    heads_dim: int = 1,
+    backend: str = "auto",
+) -> Pair:
+    """Rotate queries and keys by the angles of their positions, out of place.
+
+    out = x · cos + rotate(x) · sin, computed in fp32 (fp64 for fp64) and rounded once.
+
+    Args:
+        q: (B, H, S, D) bf16, fp16, fp32 or fp64, any strides, CPU or CUDA.
+        k: (B, HK, S, D), dtype and device of `q`, any strides and number of heads.
+        cos: (S, W), (1, S, W) or (B, S, W), or (P, W) with `position_ids`; any floating dtype. A
+            table of width R multiplies entry by entry, as in transformers; one of width R / 2
+            holds each angle once.
+        sin: shape and dtype of `cos`.
+        position_ids: (B, S) or (1, S) int64 or int32 rows of the tables; negative ones count from
+            the end. Beyond the table: IndexError on the CPU, NaN rows on CUDA.
+        interleaved: pairs are (0, 1), (2, 3), ... and not (0, R/2), (1, R/2 + 1), ...
+        rotary_dim: R, even, at most D; W by default, so tables that hold each angle once need it.
+        heads_dim: 1 as above; 2 for q (B, S, H, D) and k (B, S, HK, D).
+        backend: "auto" (Triton on CUDA, plain PyTorch on the CPU), "triton" or "reference".
+
+    Returns:
+        The rotated q and k, each in dtype and order of memory of its input; differentiable in q
+        and k.
+
+    Raises:
+        TypeError: a dtype that is not allowed, or a DTensor.
+        ValueError: shapes or devices that do not fit, tables that require a gradient, or an
+            unknown backend.
+
+    Source: Su et al. 2021, arXiv 2104.09864.
+
+    Example:
+        >>> import torch
+        >>> from nearlight.ops import rope
+        >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> rope(x, x, torch.zeros(1, 2), torch.ones(1, 2))[0].flatten()
+        tensor([0., 1.])
+    """
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    _check(q, k, cos, sin, position_ids, rotary_dim, heads_dim)
+    if not use_triton(backend, q):
+        return reference(
+            q,
+            k,
+            cos,
+            sin,
+            position_ids=position_ids,
+            interleaved=interleaved,
+            rotary_dim=rotary_dim,
+            heads_dim=heads_dim,
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError(
+            "rope: cos or sin requires a gradient, which the kernel does not give; detach them, or "
+            "use backend='reference'"
+        )
+    return forward_op(q, k, cos, sin, position_ids, interleaved, rotary_dim, heads_dim)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    rotary_dim: int,
+    heads_dim: int,
+) -> None:
+    refuse_dtensor("rope", q, k, cos, sin, position_ids)
+    if q.dtype not in FLOATS or q.dtype != k.dtype or cos.dtype not in FLOATS:
+        raise TypeError(
+            f"rope: q is {q.dtype}, k {k.dtype}, cos {cos.dtype}; allowed are fp16, bf16, fp32 and "
+            "fp64, the same for q and k"
+        )
+    if heads_dim not in (1, 2):
+        raise ValueError(f"rope: heads_dim={heads_dim}, allowed are 1 (B, H, S, D), 2 (B, S, H, D)")
+    s = 3 - heads_dim
+    if q.ndim != 4 or k.ndim != 4 or any(q.shape[d] != k.shape[d] for d in (0, s, 3)):
+        raise ValueError(
+            f"rope: q {tuple(q.shape)} and k {tuple(k.shape)} must have four dimensions that "
+            f"agree in all but the heads, dimension {heads_dim}"
+        )
+    if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[3]:
+        raise ValueError(
+            f"rope: rotary_dim={rotary_dim} (the width of cos by default), allowed is an even "
+            f"number from 2 to the head width {q.shape[3]}"
+        )
+    _check_tables(q.shape[0], q.shape[s], cos, sin, position_ids)
+    if cos.shape[-1] not in (rotary_dim, rotary_dim // 2):
+        raise ValueError(
+            f"rope: cos has width {cos.shape[-1]}, allowed is rotary_dim={rotary_dim} or half of it"
+        )
+    others = (k, cos, sin) if position_ids is None else (k, cos, sin, position_ids)
+    if any(tensor.device != q.device for tensor in others):
+        raise ValueError(
+            f"rope: q is on {q.device} and others on {[str(t.device) for t in others]}: move them"
+        )
+
+
+def _check_tables(
+    batch: int,
+    tokens: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+) -> None:
+    # torch.compile fixes every size that a tuple compares or a message prints: sizes are compared
+    # one by one, and messages made only where they are raised.
+    if position_ids is None:
+        fits = cos.ndim in (2, 3) and cos.shape[-2] == tokens
+        fits = fits and (cos.ndim == 2 or cos.shape[0] == 1 or cos.shape[0] == batch)
+    else:
+        fits = cos.ndim == 2
+        if position_ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"rope: position_ids is {position_ids.dtype}, allowed int64 and int32")
+        is_row = position_ids.ndim == 2 and position_ids.shape[1] == tokens
+        if not (is_row and (position_ids.shape[0] == 1 or position_ids.shape[0] == batch)):
+            raise ValueError(
+                f"rope: position_ids {tuple(position_ids.shape)}, allowed is ({batch}, {tokens}) "
+                f"or (1, {tokens})"
+            )
+    is_same = cos.ndim == sin.ndim and cos.dtype == sin.dtype
+    if not (fits and is_same and all(cos.shape[d] == sin.shape[d] for d in range(cos.ndim))):
+        wanted = f"({tokens}, W), (1, {tokens}, W) or ({batch}, {tokens}, W)"
+        raise ValueError(
+            f"rope: cos {tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} must "
+            f"agree and be {wanted if position_ids is None else '(P, W) with position_ids'}"
+        )
+
+
+def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Lay q and k out as projections do, and the tables as transformers' rotary modules do."""
+    batch, tokens, width = case.shape["B"], case.shape["S"], case.shape["D"]
+    options = dict(case.options)
+    has_half_tables = options.pop("has_half_tables", False)
+    rotary_dim = options.get("rotary_dim", width)
+    num_rows = case.shape.get("P", tokens)
+
+    def random_heads(count: int) -> torch.Tensor:
+        x = torch.randn(batch, tokens, count, width, generator=generator, device=device)
+        return x.to(case.dtype).transpose(1, 3 - options.get("heads_dim", 1)).requires_grad_()
+
+    exponents = torch.arange(0, rotary_dim, 2, device=device) / rotary_dim
+    angles = torch.arange(num_rows, device=device)[:, None] * 10000.0**-exponents
+    if not has_half_tables:
+        is_interleaved = options.get("interleaved", False)
+        angles = angles.repeat_interleave(2, 1) if is_interleaved else torch.cat([angles] * 2, 1)
+    inputs = {"q": random_heads(case.shape["H"]), "k": random_heads(case.shape["HK"]), **options}
+    inputs |= {"cos": angles.cos().to(case.dtype), "sin": angles.sin().to(case.dtype)}
+    if "position_ids" in options:
+        shape = (batch, tokens)  # negative ones too, as left padding gives them
+        inputs["position_ids"] = torch.randint(
+            -num_rows, num_rows, shape, generator=generator, device=device
+        )
+    return inputs
+
+
+def _cost(case: Case) -> Mapping[str, Cost]:
+    inputs = _make_inputs(case, torch.device("meta"), torch.Generator())
+    q, k, cos, sin = (inputs[name] for name in ("q", "k", "cos", "sin"))
+    one_way = cost((q, k, cos, sin, inputs.get("position_ids")), {}, (q, k))
+    return {"forward": one_way, "forward_backward": one_way + one_way}
+
+
+def _liger_peer() -> Callable[..., Pair]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    # It rotates in place where q and k lie as (B, S, H, D): they hold other values after each
+    # call. No clone is made, for the memory so saved is what it is built for.
+    def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return LigerRopeFunction.apply(q, k, cos[None], sin[None])
+
+    return run
+
+
+def _builds(arch: str) -> Sequence[KernelBuild]:
+    dtypes = {"fp16": torch.float16} if arch == "sm_75" else {"bf16": torch.bfloat16}
+    dtypes["fp32"] = torch.float32
+    builds = []
+    for name, dtype in dtypes.items():
+        for width, rotary_dim, is_interleaved in ((128, 128, False), (128, 64, True)):
+            tile = config((8192, 32, 8, rotary_dim // 2), dtype, find_gpu("h200"))
+            rest = width - rotary_dim
+            constants = {"HALF": rotary_dim // 2, "REST": rest, "BLOCK_REST": max(rest, 1)}
+            constants |= {"INTERLEAVED": is_interleaved, "IS_FULL": True, "IS_TRANSPOSED": True}
+            constants |= {"SHARE_ANGLES": tile.share_angles, "BLOCK_HALF": tile.block_half}
+            constants |= {"BLOCK_S": tile.block_s, "BLOCK_H": tile.block_h}
+            constants |= {"BLOCK_HK": tile.block_hk, "ACC": tl.float32}
+            # As a launch sees them: a stride of 1 compiled in, the others multiples of 16.
+            constants |= {arg: 1 for arg in _rope_kernel.arg_names if arg.endswith("_stride_d")}
+            signature = {
+                arg: f"*{name}" if arg.endswith("_ptr") else "i32:16"
+                for arg in _rope_kernel.arg_names
+                if arg not in constants
+            }
+            signature["positions_ptr"] = "*i64"
+            # 64 registers leave room for half of an SM's threads, which the streams need.
+            builds.append(KernelBuild(_rope_kernel, signature, constants, tile.num_warps, 3, 64))
+    return builds
+
+
+def _case(
+    sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, num_rows: int = 0, **options: Any
+) -> Case:
+    shape = dict(zip(("B", "S", "H", "HK", "D"), sizes, strict=True))
+    name = "B{B} S{S} H{H}/{HK} D{D}".format(**shape)
+    if num_rows:  # the positions themselves are drawn by `_make_inputs`
+        shape["P"] = num_rows
+        options["position_ids"] = "drawn"
+    return Case(" ".join([name, *options]), shape, dtype, options)
+
+
+OP = Op(
+    name="rope",
+    function=rope,
+    reference=reference,
+    make_inputs=_make_inputs,
+    cases=[_case((4, 8192, 32, 8, 128))],
+    check_cases=[
+        *(
+            _case(sizes, dtype, num_rows, **options)
+            for dtype in (torch.float32, torch.bfloat16)
+            for sizes, num_rows, options in (
+                ((2, 5, 3, 1, 8), 0, {}),
+                ((1, 1, 9, 3, 64), 0, {}),
+                ((2, 33, 4, 4, 6), 0, {"has_half_tables": True, "rotary_dim": 6}),
+                ((2, 4, 5, 3, 10), 0, {"interleaved": True, "rotary_dim": 6}),
+                ((3, 7, 2, 1, 12), 11, {"rotary_dim": 4, "heads_dim": 2}),
+            )
+        ),
+        _case((2, 3, 2, 2, 4), torch.float16),
+        _case((2, 3, 2, 1, 4), torch.float64),
+        _case((1, 66_000, 1, 1, 2), torch.float32),
+    ],
+    cost=_cost,
+    extra_bytes=lambda case: 0,
+    peers={"torch": lambda: reference, "liger": _liger_peer},
+    builds=_builds,
+)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nearlight.ops.linear_cross_entropy.kernels import (
+    LossOptions,
+    config,
+    cross_entropy_,
+    scale_,
+    split_add_,
+)
+
+
+def rows(count: int, vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, vocab, generator=generator)
+    labels = torch.randint(vocab, (count,), generator=generator)
+    return logits, labels, torch.ones(count)
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 33, 16_384, 16_385])
+def test_loss_and_gradient_take_the_logits_place_and_nothing_around(vocab: int):
+    logits, labels, ones = rows(5, vocab)
+    guarded = torch.full((7, vocab + 5), torch.nan)
+    inside = guarded[1:6, 3 : 3 + vocab].copy_(logits)
+    loss = cross_entropy_(inside, labels, ones, LossOptions())
+    truth = logits.double().requires_grad_()
+    expected = F.cross_entropy(truth, labels, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(inside, truth.grad.float(), rtol=2e-6, atol=1e-7)
+    guarded[1:6, 3 : 3 + vocab] = torch.nan
+    assert guarded.isnan().all()
+
+
+def test_padding_may_hold_anything():
+    logits, labels, ones = rows(4, 21)
+    padded = torch.full((4, 64), torch.nan)
+    padded[:, :21] = logits
+    loss = cross_entropy_(padded[:, :21], labels, ones, LossOptions(), has_padding=True)
+    expected = logits.clone()
+    torch.testing.assert_close(loss, cross_entropy_(expected, labels, ones, LossOptions()))
+    torch.testing.assert_close(padded[:, :21], expected, rtol=0, atol=0)
+    assert padded[:, 32:].isnan().all()
+
+
+def test_without_a_gradient_the_logits_stay():
+    logits, labels, ones = rows(4, 21)
+    before = logits.clone()
+    cross_entropy_(logits, labels, ones, LossOptions(), write_gradient=False)
+    assert logits.equal(before)
+
+
+@pytest.mark.parametrize("finite", [0, 50_000, 99_999])
+def test_blocks_of_minus_infinity_before_the_only_finite_column(finite: int):
+    logits = torch.full((1, 100_000), -torch.inf)
+    logits[0, finite] = 3.0
+    loss = cross_entropy_(logits, torch.tensor([finite]), torch.ones(1), LossOptions())
+    assert loss.item() == 0.0
+    assert (logits == 0).all()
+
+
+def test_a_target_at_minus_infinity_costs_infinitely_and_has_a_finite_gradient():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    loss = cross_entropy_(logits, torch.tensor([0]), torch.ones(1), LossOptions())
+    assert loss.item() == torch.inf
+    torch.testing.assert_close(logits, torch.tensor([[-1.0, 0.5, 0.5]]))
+
+
+def test_minus_infinity_in_the_first_block_and_the_target():
+    logits = torch.full((1, 40_000), -torch.inf)
+    logits[0, 39_999] = 3.0
+    loss = cross_entropy_(logits, torch.tensor([0]), torch.ones(1), LossOptions())
+    assert loss.item() == torch.inf
+    assert logits[0, [0, 1, 39_999]].tolist() == [-1.0, 0.0, 1.0]
+
+
+def test_a_sure_row_keeps_its_digits_under_an_offset():
+    # p(label) = 1 − 3e−6: a loss from log(sum) alone would be left with one digit.
+    logits = torch.zeros(1, 4) + 100.0
+    logits[0, 1] += 14.0
+    truth = logits.double().requires_grad_()
+    expected = F.cross_entropy(truth, torch.tensor([1]))
+    expected.backward()
+    loss = cross_entropy_(logits, torch.tensor([1]), torch.ones(1), LossOptions())
+    torch.testing.assert_close(loss[0].double(), expected.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(logits.double(), truth.grad, rtol=1e-5, atol=0)
+
+
+def test_nan_is_told_and_kept_out_of_ignored_rows():
+    logits, labels, ones = rows(3, 8)
+    logits[0, 2] = torch.nan
+    logits[1, 2] = torch.nan
+    labels[1] = -100
+    loss = cross_entropy_(logits, labels, ones, LossOptions(softcap=5.0, z_loss=0.1))
+    assert loss.isnan().tolist() == [True, False, False]
+    assert loss[1] == 0
+    assert (logits[1] == 0).all()
+
+
+def test_large_softcapped_logits_do_not_overflow():
+    logits = torch.tensor([[1e30, -1e30, 0.0, torch.inf]])
+    loss = cross_entropy_(logits, torch.tensor([1]), torch.ones(1), LossOptions(softcap=2.0))
+    bounded = torch.tensor([[2.0, -2.0, 0.0, 2.0]])
+    torch.testing.assert_close(loss, F.cross_entropy(bounded, torch.tensor([1]), reduction="none"))
+    assert logits[0, [0, 1, 3]].abs().max() == 0
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 300])
+def test_24_bit_sum_does_not_stagnate(num_chunks: int):
+    # After the first product each further one is below half a unit of bf16: a sum in bf16 would
+    # stay at the first.
+    generator = torch.Generator().manual_seed(num_chunks)
+    first = torch.randn(1000, generator=generator)
+    rest = first * 2.0**-9 * 0.9
+    upper = torch.full((1000,), torch.nan, dtype=torch.bfloat16)
+    lower = torch.empty(1000, dtype=torch.uint8)
+    truth = torch.zeros(1000, dtype=torch.float64)
+    for index in range(num_chunks):
+        product = first if index == 0 else rest
+        truth += product
+        split_add_(upper, lower, product, index == 0, index == num_chunks - 1)
+    # Rounded once at the end, plus the 24-bit sums' own error.
+    bound = truth.abs() * (2.0**-8 + num_chunks * 2.0**-16)
+    error = upper.double() - truth
+    assert (error.abs() <= bound).all()
+    assert (error / truth).mean().abs() < 2.0**-12  # rounded, not cut off
+
+
+def test_24_bit_sum_keeps_infinities_and_nan():
+    product = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, 3.0e38])
+    product.view(torch.int32)[2] = 0x7FFFFFFF  # the NaN a GPU makes
+    upper, lower = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.uint8)
+    split_add_(upper, lower, product, is_first=True)
+    split_add_(upper, lower, torch.zeros(6), is_last=True)
+    torch.testing.assert_close(upper, product.bfloat16(), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_scale(dtype: torch.dtype):
+    tensor = torch.randn(3, 70_000, dtype=dtype)
+    expected = (tensor.double() * 0.3).to(dtype)
+    scaled = tensor.clone()
+    scale_(scaled, torch.tensor(0.3, dtype=torch.float64))
+    torch.testing.assert_close(scaled, expected, rtol=1e-6, atol=0)
+    scale_(tensor, torch.tensor(1.0))
+    assert not tensor.equal(scaled)
+
+
+def test_config_fills_vectors_and_warps():
+    bf16 = torch.bfloat16
+    assert config((8192, 128_256), bf16, False, False).block_n == 4096
+    assert config((8192, 32_000), bf16, False, False).block_n == 8192
+    assert config((8192, 32_000), bf16, True, False).block_n == 4096
+    for vocab in (1, 7, 513, 262_144):
+        tile = config((8192, vocab), bf16, False, False)
+        assert tile.block_m == 1
+        assert tile.num_warps <= 8
+        assert config((70_000, vocab), bf16, False, True).block_m >= 8
+
+
+PAST_2_31 = """
+import torch
+from nearlight.ops.linear_cross_entropy.kernels import LossOptions, cross_entropy_
+memory = torch.empty(2**32 + 8, dtype=torch.bfloat16)  # 8 GiB that are never touched
+logits = memory.as_strided((3, 8), (2**31, 1))
+logits.copy_(torch.arange(24).view(3, 8) / 8)
+expected = logits.clone()
+labels, ones = torch.tensor([1, 2, 3]), torch.ones(3)
+loss = cross_entropy_(logits, labels, ones, LossOptions())
+assert loss.equal(cross_entropy_(expected, labels, ones, LossOptions()))
+assert logits.equal(expected)
+"""
+
+
+def test_rows_past_2_31_elements():
+    # In a process of its own: 32-bit offsets would crash it.
+    subprocess.run([sys.executable, "-c", PAST_2_31], check=True, timeout=120)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import torch
+
+from nearlight.ops.linear_cross_entropy.chunks import Plan
+from nearlight.ops.linear_cross_entropy.loop import WeightSum, row_weights
+
+
+def test_weight_sum_matches_one_product_whatever_the_chunks():
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(768, 40, generator=generator).bfloat16()
+    # A first chunk that dominates: later ones would vanish in a bf16 sum.
+    gradient[128:] *= 2.0**-8
+    x = torch.ones(768, 8, dtype=torch.bfloat16)
+    truth = gradient.double().t() @ x.double()
+    for plan in (
+        Plan(256, 3, 0, 0),
+        Plan(128, 6, 40, 0),
+        Plan(64, 12, 16, 0),
+    ):
+        total = torch.full((40, 8), torch.nan, dtype=torch.bfloat16)
+        weight_sum = WeightSum(total, plan)
+        for start in range(0, 768, plan.rows):
+            weight_sum.add(gradient[start : start + plan.rows], x[start : start + plan.rows])
+        scale = truth.abs().amax(1, keepdim=True)
+        assert ((total.double() - truth).abs() <= 2 * 2.0**-7 * scale).all()
+
+
+def test_row_weights_divide_by_what_counts():
+    labels = torch.tensor([0, 1, -100, 1])
+    ones = row_weights(labels, torch.float32, -100, None, None, None, "mean")
+    torch.testing.assert_close(ones, torch.full((4,), 1 / 3))
+    class_weight, token_weight = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 1.0, torch.nan, 0.0])
+    weights = row_weights(labels, torch.float32, -100, class_weight, token_weight, None, "mean")
+    torch.testing.assert_close(weights[[0, 1, 3]], torch.tensor([2.0, 1.0, 0.0]) / 5)
+    items = row_weights(labels, torch.float32, -100, None, None, torch.tensor(8), "sum")
+    torch.testing.assert_close(items, torch.full((4,), 1 / 8))
+    for labels in (torch.full((3,), -100), torch.empty(0, dtype=torch.int64)):
+        weights = row_weights(labels, torch.float32, -100, None, None, None, "mean")
+        assert (weights == 0).all()

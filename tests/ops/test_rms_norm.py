@@ -1,0 +1,327 @@
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.library import opcheck
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from nearlight.core.cost import formula_for
+from nearlight.core.hardware import GPUS, find_gpu
+from nearlight.core.numerics import judge
+from nearlight.core.rows import MAX_BLOCK, as_rows
+from nearlight.ops import OPS, rms_norm
+from nearlight.ops.rms_norm import config, reference
+
+OP = OPS["rms_norm"]
+
+
+def triton(*args, **options):
+    return rms_norm(*args, **options, backend="triton")
+
+
+def run(function, x, weight, upstream, dtype=None, **options):
+    x, weight = (
+        t if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, weight)
+    )
+    y = function(x, weight, **options)
+    wanted = [t for t in (x, weight) if t is not None]
+    return [y, *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
+
+
+def assert_right(x, weight, upstream=None, **options):
+    """Hold value and gradients to the tolerance rule."""
+    if upstream is None:
+        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    ours = run(triton, x, weight, upstream, **options)
+    plain = run(reference, x, weight, upstream, **options)
+    truth = run(reference, x, weight, upstream, torch.float64, **options)
+    for name, a, p, t in zip(("y", "dx", "dweight"), ours, plain, truth, strict=False):
+        assert a.dtype == p.dtype and a.shape == p.shape, name
+        judgement = judge(a, p, t)
+        assert judgement.passed, f"{name}: {judgement.reason}"
+
+
+@pytest.mark.parametrize("case", OP.check_cases, ids=lambda case: f"{case.name}-{case.dtype}")
+def test_values_and_gradients(case):
+    inputs = OP.make_inputs(case, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert_right(inputs.pop("x"), inputs.pop("weight"), **inputs)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_scales(scale):
+    assert_right(scale * torch.randn(4, 100), torch.randn(100))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(LlamaRMSNorm, {}), (GemmaRMSNorm, {"casting": "gemma", "offset": 1.0})],
+)
+def test_is_what_transformers_computes(kind, options, dtype):
+    torch.manual_seed(0)
+    module = kind(96, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(module.weight)
+    x = torch.randn(4, 5, 96, dtype=dtype)
+    assert torch.equal(reference(x, module.weight, 1e-5, **options), module(x))
+    ours = triton(x, module.weight, 1e-5, **options)
+    truth = reference(x.double(), module.weight.double(), 1e-5, **options)
+    assert judge(ours, module(x), truth).passed
+
+
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_mixed_dtypes(casting, dtypes):
+    x, weight = torch.randn(4, 40).to(dtypes[0]), torch.randn(40).to(dtypes[1])
+    assert_right(x, weight, casting=casting)
+
+
+def test_llama_casting_rounds_before_the_weight():
+    # The row normalises to 1 + 2⁻⁹ (rounded: 1) and its like; the weight brings the bits back.
+    x = torch.randn(64, 256).bfloat16()
+    weight = torch.full((256,), 1.01)
+    assert torch.equal(triton(x, weight), reference(x, weight))
+    assert not torch.equal(triton(x, weight), triton(x, weight, casting="gemma").float())
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(24, 6).t(),
+    "swapped heads": lambda: torch.randn(2, 3, 5, 24).transpose(1, 2),
+    "sliced rows": lambda: torch.randn(2, 7, 24)[:, 1:],
+    "sliced tail": lambda: torch.randn(2, 7, 24)[:, :-1],
+    "sliced columns": lambda: torch.randn(4, 72)[:, 24:48],
+    "every second column": lambda: torch.randn(4, 48)[..., ::2],
+    "expanded rows": lambda: torch.randn(1, 24).expand(5, 24),
+    "expanded columns": lambda: torch.randn(5, 1).expand(5, 24),
+    "odd offset": lambda: torch.randn(4 * 24 + 1)[1:].view(4, 24),
+    "one row": lambda: torch.randn(24),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_input_and_upstream(name):
+    torch.manual_seed(0)
+    x = LAYOUTS[name]()
+    assert_right(x, torch.randn(24))
+    contiguous = torch.randn(x.shape)
+    y = triton(contiguous.requires_grad_(), torch.ones(24))
+    assert y.is_contiguous()
+    expected = torch.autograd.grad(
+        reference(contiguous, torch.ones(24)), contiguous, x.contiguous()
+    )
+    (dx,) = torch.autograd.grad(y, contiguous, x)
+    torch.testing.assert_close(dx, expected[0], atol=1e-6, rtol=1e-5)
+
+
+def test_upstream_of_stride_zero_and_strided_weight():
+    x = torch.randn(2, 10, 256).requires_grad_()
+    weight = torch.randn(512)[::2].requires_grad_()
+    grads = torch.autograd.grad(triton(x, weight).sum(), (x, weight))
+    expected = torch.autograd.grad(reference(x, weight).sum(), (x, weight))
+    torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_are_views_are_not_copied():
+    packed = torch.randn(6, 72)
+    assert as_rows(packed[:, 24:48]).data_ptr() == packed[:, 24:48].data_ptr()
+    assert as_rows(packed.view(2, 3, 72)).data_ptr() == packed.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 2520), (0, 8), (4, 0)])
+def test_empty(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(shape[-1], dtype=torch.bfloat16, requires_grad=True)
+    y = triton(x, weight)
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == x.shape
+    assert torch.equal(dweight, torch.zeros_like(weight))
+
+
+def test_no_input_and_no_upstream_is_written():
+    # z = norm(x) + 2a with x = a: a norm that works in place gives a's gradient twice wrong.
+    a = torch.randn(4, 16, requires_grad=True)
+    weight, upstream = torch.randn(16), torch.randn(4, 16)
+    before = a.detach().clone(), weight.clone(), upstream.clone()
+    (ours,) = torch.autograd.grad(triton(a, weight) + 2 * a, a, upstream)
+    (expected,) = torch.autograd.grad(reference(a, weight) + 2 * a, a, upstream)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    assert all(torch.equal(b, t) for b, t in zip(before, (a, weight, upstream), strict=True))
+
+
+def test_gradients_only_for_what_needs_them():
+    for needs_x, needs_weight in ((True, False), (False, True)):
+        x = torch.randn(4, 16, requires_grad=needs_x)
+        weight = torch.randn(16, requires_grad=needs_weight)
+        triton(x, weight).square().sum().backward()
+        assert (x.grad is not None, weight.grad is not None) == (needs_x, needs_weight)
+        leaf = x if needs_x else weight
+        (expected,) = torch.autograd.grad(reference(x, weight).square().sum(), leaf)
+        torch.testing.assert_close(leaf.grad, expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        assert not triton(x, weight).requires_grad
+
+
+def test_second_backward_is_equal_and_double_backward_raises():
+    x = torch.randn(3, 8, requires_grad=True)
+    loss = triton(x, torch.ones(8)).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="rms_norm has no gradient of its gradient"):
+        second.sum().backward()
+
+
+@pytest.mark.parametrize("casting", ["llama", "gemma"])
+def test_gradcheck(casting):
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: triton(x, w, casting=casting), (x, weight))
+
+
+def test_opcheck():
+    x = torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(8, requires_grad=True)
+    forward = torch.ops.nearlight.rms_norm_fwd.default
+    opcheck(forward, (x, weight, 1e-6, 0.0, False, torch.float32))
+    opcheck(forward, (x.detach().bfloat16().t()[:, :3], None, 1e-6, 0.0, False, torch.float32))
+    rstd = forward(x, weight, 1e-6, 0.0, False, torch.float32)[1].detach()
+    backward = torch.ops.nearlight.rms_norm_bwd.default
+    args = (torch.randn(3, 8), x.detach(), weight.detach(), rstd, 0.0, True, False)
+    opcheck(backward, args)
+
+
+def test_compiles_whole_without_recompiling_per_row_count():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    weight = torch.randn(16, requires_grad=True)
+    compiled = torch.compile(lambda x: triton(x, weight) * 2, fullgraph=True, backend=counter)
+    for rows in (3, 5, 8, 13):
+        x = torch.randn(rows, 16, requires_grad=True)
+        y = compiled(x)
+        torch.testing.assert_close(y, reference(x, weight) * 2, atol=1e-6, rtol=1e-5)
+        y.sum().backward()
+        assert x.grad is not None
+    assert counter.frame_count <= 2  # the first static, the second for any number of rows
+
+
+def test_autocast_is_like_plain():
+    x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = triton(x, weight), reference(x, weight)
+    assert ours.dtype == plain.dtype == torch.float32
+
+
+def test_offsets_past_two_to_the_31():
+    # In a process of its own: a 32-bit offset ends it.
+    code = """
+import torch
+from nearlight.ops import rms_norm
+x = torch.empty(2**31 + 8, dtype=torch.float16).as_strided((3, 8), (2**30, 1))
+x.copy_(torch.arange(24).view(3, 8))
+x.requires_grad_()
+y = rms_norm(x, backend="triton")
+(dx,) = torch.autograd.grad(y, x, torch.ones(3, 8, dtype=torch.float16).cumsum(1))
+z = x.detach().clone().requires_grad_()
+expected = rms_norm(z, backend="reference")
+(dz,) = torch.autograd.grad(expected, z, torch.ones(3, 8, dtype=torch.float16).cumsum(1))
+torch.testing.assert_close(y, expected)
+torch.testing.assert_close(dx, dz)
+print("right")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "right\n", done.stderr
+
+
+def test_many_rows_and_few_rows():
+    assert_right(torch.randn(70_000, 4), torch.randn(4))
+    assert_right(torch.randn(1, 8), torch.randn(8))
+
+
+@pytest.mark.parametrize("gpu", [None, *GPUS.values()], ids=lambda gpu: gpu.key if gpu else "cpu")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_config_covers_all_rows_within_the_gpu(gpu, direction):
+    for rows in (1, 3, 131, 65_536, 1_000_000, 2**31 - 1):
+        for width in (1, 100, 128, 4096, 5000, MAX_BLOCK, MAX_BLOCK + 1, 262_144):
+            chosen = config((rows, width), torch.float32, gpu, direction)
+            assert chosen.block_m & (chosen.block_m - 1) == 0
+            assert chosen.block_n & (chosen.block_n - 1) == 0
+            assert chosen.block_m * chosen.block_n <= 2**20  # Triton's largest tile
+            assert 1 <= chosen.num_programs <= -(-rows // chosen.block_m)
+            if direction == "forward":
+                assert chosen.num_programs * chosen.block_m >= rows
+            blocks = -(-width // chosen.block_n) if direction == "backward" else 1
+            if width <= MAX_BLOCK:
+                assert blocks == 1 and chosen.block_n >= width
+            assert chosen.num_programs * blocks <= 2**31 - 1
+            if gpu and direction == "backward":
+                stages = chosen.num_stages - 1
+                assert chosen.block_m * chosen.block_n * 8 * stages <= gpu.shared_bytes_per_block
+                assert 1 <= chosen.num_warps <= 32
+                half = config((rows, width), torch.bfloat16, gpu, direction)
+                assert half.num_programs * blocks <= 32 * gpu.num_sms
+
+
+def test_config_says_what_was_chosen_for_the_h200():
+    gpu = find_gpu("h200")
+    forward = config((16384, 4096), torch.bfloat16, gpu)
+    assert (forward.block_m, forward.block_n, forward.num_programs) == (1, 4096, 16384)
+    backward = config((16384, 4096), torch.bfloat16, gpu, "backward")
+    assert backward.num_programs == 3 * gpu.num_sms
+    # Summed one by one, this many fp32 rows would lose digits of the weight gradient.
+    assert config((600_000, 4096), torch.float32, gpu, "backward").num_programs == 4381
+
+
+def test_cost_counts_fewest_bytes():
+    x = torch.empty(10, 64, dtype=torch.bfloat16)
+    weight = torch.empty(64, dtype=torch.bfloat16)
+    forward = formula_for("nearlight::rms_norm_fwd")((x, weight), {}, (x,))
+    assert (forward.bytes_read, forward.bytes_written) == (1280 + 128, 1280)
+    args = (x, x, weight, torch.empty(10), 0.0, True, True)
+    backward = formula_for("nearlight::rms_norm_bwd")(args, {}, (x, weight))
+    assert (backward.bytes_read, backward.bytes_written) == (2560 + 128, 1280 + 128)
+    assert backward.num_kernels == 2
+    both = OP.cost(dataclasses.replace(OP.cases[0], shape={"rows": 10, "N": 64}))
+    assert both["forward_backward"].bytes == forward.bytes + backward.bytes
+
+
+def test_builds_name_every_argument():
+    for build in OP.builds("sm_90"):
+        # Triton evaluates the annotations of a kernel: none but its own may stand there.
+        assert set(build.kernel.fn.__annotations__.values()) <= {"tl.constexpr"}
+        assert set(build.signature) | set(build.constants) == set(build.kernel.arg_names)
+        assert not set(build.signature) & set(build.constants)
+
+
+def test_wrong_arguments_are_refused():
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\).*needs \(8,\)"):
+        rms_norm(x, torch.ones(7))
+    with pytest.raises(ValueError, match="casting='Llama'; allowed are llama, gemma, none"):
+        rms_norm(x, weight, casting="Llama")
+    with pytest.raises(ValueError, match=r"offset=1\.0 without a weight"):
+        rms_norm(x, offset=1.0)
+    with pytest.raises(TypeError, match=r"x is torch\.int64; allowed are fp16"):
+        rms_norm(torch.ones(2, 8, dtype=torch.int64), weight)
+    with pytest.raises(ValueError, match=r"allowed is \(\.\.\., N ≤ 262144\)"):
+        rms_norm(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"allowed is \(\.\.\., N ≤ 262144\)"):
+        rms_norm(torch.empty(1, 262_145))
+    with pytest.raises(ValueError, match="backend='cuda'"):
+        rms_norm(x, weight, backend="cuda")
+
+
+def test_dtensor_is_refused():
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = DTensor.from_local(torch.randn(2, 8), init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match="got a DTensor, allowed are local tensors"):
+            rms_norm(x, torch.ones(8))
+    finally:
+        dist.destroy_process_group()
