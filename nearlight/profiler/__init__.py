@@ -1,0 +1,1 @@
+"""Looks at programs: traces, predicts, measures, and says what keeps them from their limit."""

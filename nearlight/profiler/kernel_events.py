@@ -1,0 +1,117 @@
+"""Turn one profiled step's events into device time by op and module; pure, needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nearlight.profiler.lowering import plain_name
+
+# Ranges that `module_ranges` opens around every module's forward.
+MODULE_RANGE = "nearlight module: "
+_NODE = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Device time of a step.
+
+    Attributes:
+        time_us: by (op, module).
+        num_kernels: kernels that were given to an op.
+        total_us: device time of all kernels of the step.
+        attributed_share: time with a named module over all kernel time.
+    """
+
+    time_us: dict[tuple[str, str], float] = field(default_factory=dict)
+    num_kernels: int = 0
+    total_us: float = 0.0
+    attributed_share: float = 0.0
+
+    @property
+    def unattributed_us(self) -> float:
+        """Kernel time that no op claims."""
+        return max(self.total_us - sum(self.time_us.values()), 0.0)
+
+
+def kernel_times(events: Iterable[Any], known_ops: Collection[str]) -> KernelTimes:
+    """Attribute kernels to ops and modules, backward ones through their forward op.
+
+    Args:
+        events: `torch.profiler.profile(...).events()`: of each CPU event `name`, `kernels`
+            (with `name` and `duration` in µs), `cpu_parent` and `sequence_nr` are read.
+        known_ops: names of ops as a trace has them; a kernel goes to the outermost op of its
+            stack that is known, so that "aten::copy_" inside "aten::_to_copy" is the cast.
+    """
+    events = sorted(events, key=lambda event: event.time_range.start)
+    on_host = [event for event in events if not _is_on_device(event)]
+    modules = _modules_by_sequence(on_host)
+    time_us: dict[tuple[str, str], float] = {}
+    num_kernels = 0
+    for event in on_host:
+        durations = [
+            kernel.duration for kernel in event.kernels if not _is_annotation(kernel, event)
+        ]
+        if durations:
+            key = (_op_name(event, known_ops), _module(event, modules))
+            time_us[key] = time_us.get(key, 0.0) + sum(durations)
+            num_kernels += len(durations)
+    on_device = sum(
+        event.time_range.elapsed_us()
+        for event in events
+        if _is_on_device(event) and not getattr(event, "is_user_annotation", False)
+        and not event.name.startswith(MODULE_RANGE)
+    )  # fmt: skip
+    total_us = max(on_device, sum(time_us.values()))
+    named = sum(us for (_, module), us in time_us.items() if module)
+    return KernelTimes(time_us, num_kernels, total_us, named / total_us if total_us else 0.0)
+
+
+def _is_on_device(event: Any) -> bool:
+    return bool(event.device_type.name != "CPU")
+
+
+def _is_annotation(kernel: Any, event: Any) -> bool:
+    """Return whether a "kernel" is the shadow that a range casts on the device's timeline."""
+    return bool(kernel.name == event.name or kernel.name.startswith(MODULE_RANGE))
+
+
+def _ancestors(event: Any) -> Iterator[Any]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def _modules_by_sequence(events: list[Any]) -> dict[int, str]:
+    """Return the module of each forward op by its autograd sequence number."""
+    modules: dict[int, str] = {}
+    for event in events:
+        if event.sequence_nr < 0 or any(e.name.startswith(_NODE) for e in _ancestors(event)):
+            continue
+        module = _range(event)
+        if module:
+            # Ops without a node carry the number of the next node; the last event made it.
+            modules[event.sequence_nr] = module
+    return modules
+
+
+def _range(event: Any) -> str:
+    names = (ancestor.name for ancestor in _ancestors(event))
+    found = next((name for name in names if name.startswith(MODULE_RANGE)), "")
+    return found.removeprefix(MODULE_RANGE)
+
+
+def _module(event: Any, modules: dict[int, str]) -> str:
+    for ancestor in _ancestors(event):
+        if ancestor.name.startswith(MODULE_RANGE):
+            return ancestor.name.removeprefix(MODULE_RANGE)
+        if ancestor.name.startswith(_NODE):
+            return modules.get(ancestor.sequence_nr, "")
+    return ""
+
+
+def _op_name(event: Any, known_ops: Collection[str]) -> str:
+    names = [plain_name(ancestor.name) for ancestor in _ancestors(event)]
+    known = [name for name in names if name in known_ops]
+    return known[-1] if known else names[0]

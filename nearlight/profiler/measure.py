@@ -1,0 +1,209 @@
+"""Measure a step on the GPU of this machine: time, memory by owner, and device time by op."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nearlight.core.cost import Cost
+from nearlight.core.hardware import Gpu, ceilings
+from nearlight.core.report import Figure, OpRow, State
+from nearlight.profiler import verdicts
+from nearlight.profiler.attribution import module_names
+from nearlight.profiler.capture import Call, Trace, record_step, run_step
+from nearlight.profiler.kernel_events import MODULE_RANGE, KernelTimes, kernel_times
+from nearlight.profiler.memory import Timeline, describe
+from nearlight.profiler.optimizers import make_optimizer
+from nearlight.profiler.predict import PEAK_TENSORS
+from nearlight.profiler.target import Batch, Target
+
+WARMUP_STEPS = 3
+MEASURED_STEPS = 7
+
+
+class Step:
+    """A training step or forward pass that runs again and again on the current CUDA device."""
+
+    def __init__(
+        self, target: Target, model: nn.Module, batch: Batch, optimizer: str = "adamw-fused"
+    ) -> None:
+        self.target, self.model, self.batch = target, model, batch
+        self._optimizer_name = optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.spread_ms = 0.0
+        """Largest minus smallest step time of the last block."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, with the state of earlier steps; None where nothing is trained."""
+        if self._optimizer is None and self.target.task == "train":
+            self._optimizer = make_optimizer(self._optimizer_name, self.model.parameters())
+        return self._optimizer
+
+    def run(self) -> None:
+        """Run one step; it returns when the host has issued it."""
+        run_step(self.target, self.model, self.batch, self.optimizer)
+
+    def block(self, steps: int, warmup: int = WARMUP_STEPS) -> tuple[float, int]:
+        """Run `steps` steps after a warm-up; return the median in ms and the peak in bytes."""
+        for _ in range(warmup):
+            self.run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        times_ms = []
+        for _ in range(steps):
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            self.run()
+            end.record()
+            end.synchronize()
+            times_ms.append(begin.elapsed_time(end))
+        self.spread_ms = max(times_ms) - min(times_ms)
+        return median(times_ms), torch.cuda.max_memory_allocated()
+
+    def release(self) -> None:
+        """Drop gradients and optimizer state, for example after running out of memory."""
+        self._optimizer = None
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+
+
+def measure_state(step: Step, gpu: Gpu, limit_s: float, trace: Trace) -> State:
+    """Measure a step: first undisturbed, then once profiled and once recorded.
+
+    Args:
+        step: of the program as it stands, on the current CUDA device.
+        gpu: the table's row of this device.
+        limit_s: limit of the step, from the program as found.
+        trace: of the program as found; tells the tokens and samples of a step.
+
+    Returns:
+        a State of mode "measured". Times of ops are those of the profiled step; what no op
+        claims and what the GPU idled are rows of their own.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: the step does not fit.
+    """
+    step_ms, peak_bytes = step.block(MEASURED_STEPS)
+    calls, timeline = record_step(step.target, step.model, step.batch, step.optimizer)
+    times = _profile(step, {call.name for call in calls})
+    floor_us = ceilings(gpu).kernel_floor_us
+    rows = measured_rows(calls, times, step_ms, gpu, floor_us)
+    memory = owners_of_peak(timeline, peak_bytes)
+    tokens, step_s = trace.num_tokens, step_ms / 1e3
+    state = State(
+        mode="measured",
+        step_ms=step_ms,
+        tokens_per_s=None if tokens is None else tokens / step_s,
+        samples_per_s=trace.num_samples / step_s,
+        peak_bytes=peak_bytes,
+        limit_ms=limit_s * 1e3,
+        share=limit_s / step_s,
+        ops=rows,
+        memory=memory,
+        peak_tensors=tuple(describe(timeline.alive(timeline.peak().event), PEAK_TENSORS)),
+    )
+    return replace(state, figures=_figures(state, step.spread_ms, times))
+
+
+def measured_rows(
+    calls: tuple[Call, ...], times: KernelTimes, step_ms: float, gpu: Gpu, kernel_floor_us: float
+) -> tuple[OpRow, ...]:
+    """Join measured device times with the costs of the recorded calls; pure.
+
+    Args:
+        calls: of one recorded step.
+        times: device time by op and module of one profiled step.
+        step_ms: time of an undisturbed step; what kernels do not fill of it is idle.
+        gpu: whose limits count.
+        kernel_floor_us: device time of a kernel that does nothing.
+    """
+    groups: dict[tuple[str, str], list[Cost]] = {}
+    for call in calls:
+        groups.setdefault((call.name, call.place.module), []).append(call.cost)
+    timed = []
+    for (name, module), time_us in times.time_us.items():
+        costs = groups.get((name, module), [Cost(num_kernels=1)])
+        timed += [(name, module, cost, time_us * 1e-6 / len(costs)) for cost in costs]
+    if times.unattributed_us:
+        timed.append(("unattributed", "", Cost(), times.unattributed_us * 1e-6))
+    rows = verdicts.op_rows(timed, gpu, kernel_floor_us)
+    idle_s = step_ms / 1e3 - times.total_us * 1e-6
+    if idle_s > 0:
+        rows.append(verdicts.idle_row(idle_s))
+    return tuple(sorted(rows, key=lambda row: -row.time_ms))
+
+
+def owners_of_peak(timeline: Timeline, peak_bytes: int) -> dict[str, int]:
+    """Return bytes by owner; what the allocator holds beyond known tensors is temporary."""
+    peak = timeline.peak()
+    memory = timeline.by_owner(peak)
+    memory["temporaries"] += peak_bytes - peak.num_bytes
+    return memory
+
+
+@contextmanager
+def module_ranges(model: nn.Module) -> Iterator[None]:
+    """Open a profiler range around the forward of every module while the block lasts."""
+    names = module_names(model)
+    open_ranges: list[Any] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        opened = record_function(MODULE_RANGE + names.get(id(module), type(module).__name__))
+        opened.__enter__()
+        open_ranges.append(opened)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        hooks = nn.modules.module
+        for handle in (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+def _profile(step: Step, known_ops: set[str]) -> KernelTimes:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with module_ranges(step.model):
+        step.run()  # the ranges' own first-time costs
+        torch.cuda.synchronize()
+        with profile(activities=activities) as profiler:
+            step.run()
+            torch.cuda.synchronize()
+    return kernel_times(profiler.events(), known_ops)
+
+
+def _figures(state: State, spread_ms: float, times: KernelTimes) -> dict[str, Figure]:
+    source = f"CUDA events, median of {MEASURED_STEPS} steps after {WARMUP_STEPS}"
+    half = spread_ms / 2
+    profiled = f"torch.profiler, one step, {times.num_kernels} kernels"
+    figures = {
+        "step_ms": Figure(
+            state.step_ms, "ms", "measured", source, state.step_ms - half, state.step_ms + half
+        ),
+        "peak_bytes": Figure(
+            state.peak_bytes, "bytes", "measured", "torch.cuda.max_memory_allocated"
+        ),
+        "limit_ms": Figure(state.limit_ms, "ms", "derived", "flops and bytes over datasheet peaks"),
+        "share": Figure(state.share, "", "derived", "limit_ms ÷ step_ms"),
+        "kernel_ms": Figure(times.total_us / 1e3, "ms", "measured", profiled),
+        "attributed_share": Figure(times.attributed_share, "", "measured", profiled),
+    }
+    if state.tokens_per_s is not None:
+        figures["tokens_per_s"] = Figure(state.tokens_per_s, "tokens/s", "measured", source)
+    if state.samples_per_s is not None:
+        figures["samples_per_s"] = Figure(state.samples_per_s, "samples/s", "measured", source)
+    return figures

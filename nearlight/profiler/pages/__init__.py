@@ -1,0 +1,1 @@
+"""Reports drawn: as terminal text and as one HTML page."""
