@@ -33,7 +33,8 @@ test-versions: setup
 		$(PYTHON) tools/setup.py triton $$version || exit 1; \
 		echo "values with triton $$version"; \
 		PYTHONPATH=$$PWD/.venv/triton-$$version $(BIN)/python -m pytest -n $(JOBS) -q \
-			-m "not slow" tests/core/test_interpreter.py tests/core/test_triton.py tests/ops || exit 1; \
+			-m "not slow" tests/core/interpreter tests/core/test_interpreter.py \
+			tests/core/test_triton.py tests/ops || exit 1; \
 	done
 
 # Runs every proof and compiles every kernel for every arch; needed after a change in core/.

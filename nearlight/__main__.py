@@ -1,0 +1,5 @@
+"""`python -m nearlight`: the command line."""
+
+from nearlight.cli import main
+
+main()

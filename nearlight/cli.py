@@ -1,0 +1,225 @@
+"""The command line: parses, calls, draws; no logic."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nearlight import __version__
+from nearlight.core.errors import BadInput, MissingPart
+
+if TYPE_CHECKING:
+    from nearlight.core.hardware import Gpu
+    from nearlight.core.report import Report
+    from nearlight.profiler.target import Target
+
+DOORS = """\
+nearlight brings a PyTorch program to the speed of light of its GPU, and proves each step.
+
+  too slow           nearlight optimize smollm2-135m --task train --batch 8 --seq 2048
+  does not fit       nearlight predict llama-3.1-8b --gpu h200 --batch 1 --seq 4096
+  my own kernel      nearlight check rms_norm --quick
+  I want to learn    nearlight ops
+
+Every command takes --help; TARGET is a preset, a folder with a config.json, or file.py:function."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+TargetArgument = Annotated[
+    str, typer.Argument(help="a preset, a folder with a config.json, or file.py:function")
+]
+TaskOption = Annotated[str, typer.Option("--task", help="train, prefill or decode")]
+BatchOption = Annotated[int | None, typer.Option("--batch", help="sequences in a step")]
+SeqOption = Annotated[int | None, typer.Option("--seq", help="tokens of a sequence")]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="bf16 (default), fp16 or fp32")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", help="write the report here; - prints it")
+]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="write the report page here")]
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    try:
+        app()
+    except (BadInput, MissingPart) as error:
+        print(f"nearlight: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def doors(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    """Show the doors, or the version."""
+    if version:
+        print(f"nearlight {__version__}")
+    elif context.invoked_subcommand is None:
+        print(DOORS)
+
+
+@app.command()
+def optimize(
+    target: TargetArgument,
+    task: TaskOption = "train",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    dtype: DtypeOption = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="predict for this GPU instead of measuring")
+    ] = None,
+    vs: Annotated[
+        list[str] | None, typer.Option("--vs", help="measure this peer's step too (liger)")
+    ] = None,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Find what keeps a model from its limit, fix it step by step, prove it, report."""
+    chosen = _gpu(gpu) if gpu else None
+    _writable(json, html)
+    from nearlight.fixes.loop import optimize_target
+
+    loaded = _load(target, task, batch, seq, dtype)
+    with _progress(json) as say:
+        report = optimize_target(
+            loaded, chosen.key if chosen else None, peers=tuple(vs or ()), progress=say
+        )
+    _show(report, json, html)
+    if report.proof is not None and not report.proof.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def predict(
+    target: TargetArgument,
+    gpu: Annotated[str, typer.Option("--gpu", help="one or more GPUs, a comma between")] = "h200",
+    task: TaskOption = "train",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    dtype: DtypeOption = None,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Predict step time, peak memory and bounds on any GPU of the table, without one."""
+    gpus = [_gpu(name) for name in gpu.split(",")]
+    _writable(json, html)
+    from nearlight.profiler.predict import predict as predict_target
+
+    loaded = _load(target, task, batch, seq, dtype)
+    with _progress(json) as say:
+        report = predict_target(loaded, gpus, progress=say)
+    _show(report, json, html)
+
+
+@app.command()
+def doctor(json: JsonOption = None) -> None:
+    """Say what this machine has and what it lacks."""
+    from nearlight.core.doctor import diagnose
+
+    _show(diagnose(), json)
+
+
+@app.command()
+def calibrate(
+    repo: Annotated[
+        bool, typer.Option("--repo", help="write into nearlight/data instead of the user's folder")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Measure what this GPU reaches: copies, matrix products, attention, launches."""
+    from nearlight.profiler.calibrate import calibrate as measure
+
+    with _progress(json) as say:
+        report = measure(into_repo=repo, progress=say)
+    _show(report, json)
+
+
+@app.command()
+def ops(json: JsonOption = None) -> None:
+    """List the ops with their signatures and proofs."""
+    from nearlight.workbench.check import list_ops
+
+    _show(list_ops(), json)
+
+
+@app.command()
+def check(
+    op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
+    quick: Annotated[bool, typer.Option("--quick", help="the edit loop: a few seconds")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Prove an op: values, gradients, layouts, shapes, lifecycle, extremes, poison."""
+    from nearlight.workbench.check import check as check_op
+    from nearlight.workbench.check import load_op
+
+    report = check_op(load_op(op), quick=quick)
+    _show(report, json)
+    if report.proof is None or not report.proof.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
+    vs: Annotated[list[str] | None, typer.Option("--vs", help="a peer, again for more")] = None,
+    repo: Annotated[
+        bool, typer.Option("--repo", help="write into nearlight/data instead of the user's folder")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Time an op on this GPU against its peers in the same run; wrong results get no time."""
+    from nearlight.workbench.bench import bench as bench_op
+    from nearlight.workbench.check import load_op
+
+    with _progress(json) as say:
+        report = bench_op(load_op(op), peers=tuple(vs or ()), into_repo=repo, progress=say)
+    _show(report, json)
+
+
+def _gpu(name: str) -> Gpu:
+    from nearlight.core.hardware import find_gpu
+
+    try:
+        return find_gpu(name)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+def _load(target: str, task: str, batch: int | None, seq: int | None, dtype: str | None) -> Target:
+    from nearlight.profiler import target as targets
+
+    return targets.load(target, task=task, batch=batch, seq=seq, dtype=dtype)
+
+
+def _writable(json: str | None, html: Path | None) -> None:
+    """Refuse a report path that cannot be written before minutes of work, not after."""
+    for path in (Path(json) if json and json != "-" else None, html):
+        if path is not None and path.is_dir():
+            raise BadInput(f"{path} is a folder; name a file for the report")
+
+
+def _progress(json: str | None) -> Any:
+    from nearlight.profiler.pages.progress import progress
+
+    return progress(is_quiet=json == "-")
+
+
+def _show(report: Report, json: str | None, html: Path | None = None) -> None:
+    if html is not None:
+        from nearlight.profiler.pages.html import save_html
+
+        save_html(report, html)
+    if json == "-":
+        print(report.to_json())
+        return
+    if json is not None:
+        report.save_json(json)
+    from rich.console import Console
+
+    from nearlight.profiler.pages.terminal import draw
+
+    draw(report, Console())

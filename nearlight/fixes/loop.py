@@ -1,0 +1,242 @@
+"""The main job: look, find, fix one by one, prove, and look again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from nearlight.core import env
+from nearlight.core.errors import BadInput
+from nearlight.core.hardware import Gpu, detect_gpu, find_gpu
+from nearlight.core.report import Finding, Proof, Report, State
+from nearlight.fixes import kernels
+from nearlight.fixes.fix import Fix, NothingToDo
+from nearlight.fixes.peers import check_peers, step_rows
+from nearlight.fixes.program import Measured, Predicted, Program, with_versions
+from nearlight.fixes.proof import prove
+from nearlight.profiler import rules
+from nearlight.profiler import target as targets
+from nearlight.profiler.predict import capacity_bytes
+from nearlight.profiler.target import Target
+
+DEFAULT_GPU = "h200"
+FIXES: dict[str, Fix] = {fix.name: fix for fix in kernels.FIXES}
+
+Progress = Callable[[str], None]
+
+
+def _silent(message: str) -> None:
+    pass
+
+
+def optimize(
+    model: nn.Module | str,
+    batch: Any = None,
+    task: str = "train",
+    *,
+    gpu: str | None = None,
+    keep: bool = False,
+    progress: Progress = _silent,
+) -> Report:
+    """Bring a model to the limit of its GPU, one proved fix at a time.
+
+    Args:
+        model: a live model, or a target as the command line takes it ("smollm2-135m").
+        batch: keyword arguments of one step, tensors of shape (batch, ...); with labels for
+            training. Not needed for a preset.
+        task: "train", "prefill" or "decode".
+        gpu: key of the GPU table: predict for it. By default the GPU of this machine is
+            measured; without one, an H200 is predicted.
+        keep: leave the fixes on the live model (`nearlight.unpatch` undoes them), if their proof
+            passed; else the model comes back as it was.
+        progress: called with a line about each long step.
+
+    Returns:
+        The report: before, after, findings and proof.
+
+    Raises:
+        BadInput: a target, task, batch or GPU that cannot be used.
+
+    Example:
+        >>> report = nearlight.optimize("smollm2-135m", gpu="h200")  # doctest: +SKIP
+        >>> report.after.step_ms < report.before.step_ms  # doctest: +SKIP
+        True
+    """
+    if isinstance(model, str):
+        if keep:
+            raise BadInput("keep=True needs a live model; a name has none to keep")
+        return optimize_target(targets.load(model, task=task), gpu, progress=progress)
+    target = targets.from_model(model, batch, task)
+    report = optimize_target(target, gpu, progress=progress)
+    if keep and report.proof is not None and report.proof.passed:
+        for name in dict.fromkeys(f.fix for f in report.findings if f.applied):
+            FIXES[name].apply(model)
+    return report
+
+
+def optimize_target(
+    target: Target,
+    gpu: str | None = None,
+    *,
+    peers: Sequence[str] = (),
+    progress: Progress = _silent,
+) -> Report:
+    """Run the main job on a loaded target.
+
+    Args:
+        target: the program.
+        gpu: as for `optimize`.
+        peers: other libraries whose step is measured in the same run; needs a GPU.
+        progress: as for `optimize`.
+    """
+    check_peers(peers)
+    here = detect_gpu() if gpu is None else None
+    chosen = here or find_gpu(gpu or DEFAULT_GPU)
+    if peers and here is None:
+        raise BadInput("peers are measured, not predicted: leave them out without a GPU")
+    progress(f"tracing {target.name}" if here is None else f"measuring {target.name}")
+    program: Program = Predicted(target, chosen) if here is None else Measured(target, here)
+    try:
+        before = program.state([])
+        findings = rules.find(program.trace, before, chosen)
+        proof: Proof | None = None
+        kept: list[Fix] = []
+        if env.read("NEARLIGHT"):
+            is_tight = before.peak_bytes > capacity_bytes(chosen)
+            findings, kept = _fix(program, findings, is_tight, progress)
+            program.release()
+            device = "cpu" if here is None else "cuda"
+            proof, kept, findings = _proved(target, findings, kept, device, progress)
+        else:
+            findings = [replace(f, note="NEARLIGHT=off: nothing is applied") for f in findings]
+        after = program.state(kept)
+    finally:
+        program.close()
+    del program  # its model makes room for the peers' own
+    if peers:
+        progress(f"the same step under {', '.join(peers)}")
+    return Report(
+        verb="optimize",
+        answer=_answer(target, chosen, before, after, kept, proof),
+        target=target.name,
+        task=target.task,
+        gpu=chosen.key,
+        setup=target.setup + ("" if here or gpu else f"; no GPU here: predicted for {chosen.key}"),
+        versions=with_versions(),
+        before=before,
+        after=after,
+        findings=findings,
+        proof=proof,
+        rows=step_rows(target, peers, before, after) if peers else (),
+        next=_next(target, kept, proof),
+    )
+
+
+def _fix(
+    program: Program, findings: Sequence[Finding], is_tight: bool, progress: Progress
+) -> tuple[list[Finding], list[Fix]]:
+    """Apply what helps, the largest promise first, each gain on top of the ones before.
+
+    A fix helps when it saves time beyond the noise, or memory at no cost in time; where the
+    program does not fit, memory at any cost.
+    """
+    kept: list[Fix] = []
+    told: list[Finding] = []
+    for finding in findings:
+        fix = FIXES.get(finding.fix)
+        if fix is None:
+            told.append(finding)
+            continue
+        if fix in kept:
+            told.append(replace(finding, applied=True, note=f"{fix.name} stands already"))
+            continue
+        progress(f"{fix.name}: {finding.title}")
+        try:
+            gain = program.gain(kept, fix)
+        except NothingToDo as reason:
+            told.append(replace(finding, note=f"not applied: {reason}"))
+            continue
+        came = f"{gain.ms:+.2f} ms and {gain.bytes / 2**20:+.0f} MiB on top of the ones before"
+        costs_nothing = gain.ms >= -gain.spread_ms
+        if gain.ms > gain.spread_ms or (gain.bytes > 0 and (costs_nothing or is_tight)):
+            kept.append(fix)
+            told.append(replace(finding, applied=True, note=f"saved {came}"))
+        else:
+            note = f"undone: it saved {came}, noise {gain.spread_ms:.2f} ms"
+            told.append(replace(finding, note=note))
+    return told, kept
+
+
+def _proved(
+    target: Target,
+    findings: list[Finding],
+    kept: list[Fix],
+    device: str,
+    progress: Progress,
+) -> tuple[Proof | None, list[Fix], list[Finding]]:
+    """Prove all kept fixes together; where that fails, keep those that prove one after another.
+
+    A proof that could not be run (no memory, no layers) keeps the fixes and says so.
+    """
+    if not kept:
+        return None, kept, findings
+    proof = prove(target, kept, device, progress)
+    if proof.passed or not proof.rows:
+        return proof, kept, findings
+    together = proof
+    sound: list[Fix] = []
+    refused: dict[str, str] = {}
+    for fix in kept:
+        progress(f"proving {fix.name}")
+        attempt = prove(target, [*sound, fix], device, progress)
+        if attempt.passed:
+            proof, sound = attempt, [*sound, fix]
+        else:
+            worst = attempt.rows[0] if attempt.rows else {"name": "", "reason": attempt.method}
+            refused[fix.name] = f"undone: the proof fails at {worst['name']}: {worst['reason']}"
+    findings = [
+        replace(finding, applied=False, note=refused[finding.fix])
+        if finding.applied and finding.fix in refused
+        else finding
+        for finding in findings
+    ]
+    return (proof if sound else together), sound, findings
+
+
+def _answer(
+    target: Target,
+    gpu: Gpu,
+    before: State,
+    after: State,
+    kept: Sequence[Fix],
+    proof: Proof | None,
+) -> str:
+    if not kept:
+        nothing = (
+            "nothing to apply" if proof is None else "every fix failed the proof and is undone"
+        )
+        return (
+            f"{target.name} on {gpu.key}: {before.step_ms:.1f} ms a step "
+            f"({before.mode}), {before.peak_bytes / 2**30:.1f} GiB; {nothing}"
+        )
+    proved = "results proved the same" if proof and proof.passed else "NOT PROVED"
+    return (
+        f"{target.name} on {gpu.key}: {before.step_ms:.1f} → {after.step_ms:.1f} ms a step "
+        f"({before.step_ms / after.step_ms:.2f} × as fast), "
+        f"{before.peak_bytes / 2**30:.1f} → {after.peak_bytes / 2**30:.1f} GiB, "
+        f"{after.mode}; {proved}"
+    )
+
+
+def _next(target: Target, kept: Sequence[Fix], proof: Proof | None) -> str:
+    if proof is None:
+        return f"next: nearlight predict {target.name} --gpu NAME,NAME compares GPUs"
+    if not kept:
+        return "next: report the first row of the proof; the model stays as it is"
+    if not proof.passed:
+        return f"next: do not use these fixes before a proof has passed ({proof.method})"
+    names = ", ".join(repr(fix.name.removeprefix("patch:")) for fix in kept)
+    return f"next: nearlight.patch(model, only=[{names}]) after the model is built"

@@ -1,0 +1,227 @@
+"""How a model is run for a proof, and how two runs are judged against the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple
+from math import isfinite
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from nearlight.core import numerics
+from nearlight.profiler.target import Batch, Target
+from nearlight.profiler.target.record import first_tensor
+
+SEED = 0
+# Names of a batch that only the loss needs.
+LABELS = ("labels", "num_items_in_batch", "shift_labels")
+# What transformers' losses leave out.
+IGNORED = -100
+# Batches of these carry tokens along their second dimension and can be cut.
+TOKENS = ("input_ids", "inputs_embeds")
+
+Results = dict[str, torch.Tensor]
+Module = TypeVar("Module", bound=nn.Module)
+
+_DROPOUTS: frozenset[Any] = frozenset(
+    (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+     torch.dropout, torch.alpha_dropout, torch.feature_dropout)
+)  # fmt: skip
+_SDPA_DROPOUT_ARGUMENT = 4
+
+
+class _NoDropout(TorchFunctionMode):
+    """Turns dropout off in training mode: fp32 and fp64 draw different masks from one seed."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > _SDPA_DROPOUT_ARGUMENT:
+                before, after = args[:_SDPA_DROPOUT_ARGUMENT], args[_SDPA_DROPOUT_ARGUMENT + 1 :]
+                args = (*before, 0.0, *after)
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def repeatable(device: str) -> Iterator[None]:
+    """Make runs comparable: no dropout, the same seed, the caller's random state restored."""
+    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices), _NoDropout():
+        torch.manual_seed(SEED)
+        yield
+
+
+def one_sequence(batch: Batch, max_tokens: int) -> Batch:
+    """Return one sample of a batch, of at most `max_tokens` tokens.
+
+    Every dimension as long as the sequence is cut (masks have two). The window is the first one
+    that holds most labels, so that a masked prompt does not leave a loss over nothing. A cache of
+    the task decode ("past", layers × 2 × batch × heads × tokens × width) is cut alike. A batch
+    without tokens is left at its size.
+
+    Args:
+        batch: of a target.
+        max_tokens: longest sequence.
+    """
+    ids = next((batch[name] for name in TOKENS if name in batch), None)
+    if ids is None or ids.ndim < 2:
+        return {name: value[:1] if value.ndim else value for name, value in batch.items()}
+    num_samples, length = ids.shape[:2]
+    kept = min(length, max_tokens)
+    sample, start = _window(batch.get("labels"), kept)
+
+    def cut(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name == "past":
+            return value[:, :, :1, :, :max_tokens].contiguous()
+        if value.ndim and value.shape[0] == num_samples:
+            value = value[sample : sample + 1]
+        for dim in range(value.ndim):
+            if value.shape[dim] == length and length > kept:
+                value = value.narrow(dim, start, kept)
+        return value.contiguous()
+
+    return {name: cut(name, value) for name, value in batch.items()}
+
+
+def _window(labels: torch.Tensor | None, length: int) -> tuple[int, int]:
+    """Return the sample and the start of the window with most targets; the first token has none."""
+    if labels is None or labels.ndim != 2 or length < 2 or length > labels.shape[1]:
+        return 0, 0
+    counts = (labels[:, 1:] != IGNORED).long().unfold(1, length - 1, 1).sum(-1)
+    best = int((counts == counts.max()).flatten().nonzero()[0])
+    return best // counts.shape[1], best % counts.shape[1]
+
+
+def settled(part: Module, device: str, is_training: bool) -> Module:
+    """Put a module of the proof's own on its device, into its mode and, on a CPU, into fp32."""
+    for module in part.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            # Recomputing happens on threads that know nothing of the fp64 mode.
+            module.gradient_checkpointing = False  # type: ignore[assignment]  # a flag of theirs
+    part.train(is_training)
+    return part.to(device).float() if device == "cpu" else part.to(device)
+
+
+def cast(batch: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Batch:
+    """Return the batch with its floating tensors in `dtype`."""
+    return {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def run(target: Target, model: nn.Module, batch: Batch) -> Results:
+    """Return what one step computes, by name; nothing is left on the model.
+
+    For training: the loss, the model's output (logits) and every parameter's gradient. Where the
+    model fuses its loss and gives no logits with labels, they come from a second run without
+    labels, in evaluation mode. For inference: the output.
+    """
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(_main_output(output, target.name).detach())
+
+    if target.task != "train":
+        with torch.no_grad():
+            return {"output": target.loss(model, batch)}
+    model.zero_grad(set_to_none=True)
+    handle = model.register_forward_hook(keep)
+    try:
+        loss = target.loss(model, batch)
+        torch.autograd.backward(loss)
+    finally:
+        handle.remove()
+    results = {"loss": loss.detach()}
+    if outputs:
+        is_fused = outputs[0].numel() == 0
+        results["logits"] = _without_labels(target, model, batch) if is_fused else outputs[0]
+    results |= gradients(model)
+    return results
+
+
+def gradients(model: nn.Module) -> Results:
+    """Take every parameter's gradient off a model, by name."""
+    found = {
+        f"gradient of {name}": parameter.grad.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _main_output(output: Any, name: str) -> torch.Tensor:
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, torch.Tensor) else first_tensor(output, name)
+
+
+def _without_labels(target: Target, model: nn.Module, batch: Batch) -> torch.Tensor:
+    was_training = model.training
+    model.eval()
+    try:
+        inputs = {name: value for name, value in batch.items() if name not in LABELS}
+        with torch.no_grad():
+            return _main_output(model(**inputs), target.name)
+    finally:
+        model.train(was_training)
+
+
+def judged(
+    ours: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    truth: Mapping[str, torch.Tensor],
+) -> list[dict[str, Any]]:
+    """Return a row per quantity of any of the three runs; one that a run lacks fails.
+
+    Row keys: name, passed, reason; where the error is a number also error and plain_error (of the
+    whole tensor) and of_allowed (the largest of the three measures over its limit).
+    """
+    rows = []
+    for name in dict.fromkeys((*truth, *plain, *ours)):
+        runs = {"patched": ours, "plain": plain, "fp64": truth}
+        missing = [words for words, results in runs.items() if name not in results]
+        if missing:
+            reason = f"not computed by the {' and the '.join(missing)} run"
+            rows.append({"name": name, "passed": False, "reason": reason})
+        elif not ours[name].shape == plain[name].shape == truth[name].shape:
+            shapes = {words: tuple(results[name].shape) for words, results in runs.items()}
+            rows.append({"name": name, "passed": False, "reason": f"shapes differ: {shapes}"})
+        else:
+            rows.append(_row(name, ours[name], plain[name], truth[name]))
+    return rows
+
+
+def worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort rows: failed ones first, then the nearest to its limit."""
+    return sorted(rows, key=lambda row: (row["passed"], -row.get("of_allowed", float("inf"))))
+
+
+def _row(name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> dict[str, Any]:
+    verdict = numerics.judge(ours, plain, truth)
+    row: dict[str, Any] = {"name": name, "passed": verdict.passed, "reason": verdict.reason}
+    pairs = zip(astuple(verdict.ours), astuple(verdict.allowed), strict=True)
+    of_allowed = [error / allowed for error, allowed in pairs]
+    numbers = (*of_allowed, verdict.ours.whole, verdict.plain.whole)
+    if all(map(isfinite, numbers)):  # a report holds no NaN; the reason tells
+        row |= {
+            "error": verdict.ours.whole,
+            "plain_error": verdict.plain.whole,
+            "of_allowed": max(of_allowed),
+        }
+    return row

@@ -1,0 +1,1 @@
+"""The workbench: write an op, check it, measure it, look into it."""

@@ -1,0 +1,402 @@
+"""`bench`: the time of an op on this GPU, beside its peers in the same run; no speed unproved."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearlight.core import timing
+from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.hardware import Gpu, ceilings, detect_gpu
+from nearlight.core.op import Case, Inputs, Op
+from nearlight.core.report import Report
+from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.record import PACKAGE
+from nearlight.workbench.trial import (
+    Result,
+    Standard,
+    Trial,
+    Upstream,
+    differentiable,
+    flatten,
+    fresh,
+    make_inputs,
+    make_upstream,
+    roots_of,
+    run,
+    to_dtype,
+    upstream_to_dtype,
+)
+
+DIRECTIONS = ("forward", "forward_backward")
+OURS, TORCH, COMPILE, COPY = "nearlight", "torch", "compile", "copy"
+# Measured whenever the op has it; others are asked for by name.
+ALWAYS = (TORCH, COMPILE, "liger")
+# Sets of inputs that the timer rotates through.
+NUM_SETS = 3
+MIN_REPEATS = 20
+# Of a narrow result, a loss: see `compare.settle`; on a GPU each draw costs a second.
+NUM_DRAWS = 8
+
+Progress = Callable[[str], None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it is measured: the device of the tensors and the GPU whose limits count."""
+
+    device: str
+    gpu: Gpu
+
+
+@dataclass(frozen=True)
+class Work:
+    """One implementation doing one case in one direction, on its own copies of the inputs."""
+
+    function: Callable[..., Any]
+    sets: Sequence[Inputs]
+    upstream: Upstream | None
+
+    def calls(self) -> list[Callable[[], Any]]:
+        """Return a call for each set of inputs."""
+        return [partial(_step, self.function, inputs, self.upstream) for inputs in self.sets]
+
+
+def bench(
+    op: Op,
+    peers: Sequence[str] = (),
+    cases: Sequence[Case] | None = None,
+    directions: Sequence[str] = DIRECTIONS,
+    *,
+    into_repo: bool = False,
+    progress: Progress = lambda message: None,
+) -> Report:
+    """Time an op against plain PyTorch, torch.compile, liger-kernel and others, interleaved.
+
+    share = limit ÷ time; ratio = a peer's time ÷ ours. Results are held to the tolerance rule
+    before the timing and ours once more after it: where ours is wrong, no speed is printed; where
+    a peer is, its row says so. Losing rows are printed like winning ones.
+
+    Args:
+        op: the record of an op, nearlight's or the user's.
+        peers: further names of `op.peers`.
+        cases: by default all of `op.cases`.
+        directions: "forward", "forward_backward" or both.
+        into_repo: write the result into the package's data instead of the user's folder.
+        progress: told what goes on.
+
+    Returns:
+        A report with a row for each case, direction and implementation, the copy of the same
+        bytes among them, and rows of the host's cost; also written as JSON.
+
+    Raises:
+        MissingPart: there is no GPU.
+        BadInput: a peer or direction that does not exist.
+
+    Example:
+        >>> from nearlight.workbench.bench import bench
+        >>> from nearlight.workbench.check import load_op
+        >>> print(bench(load_op("rms_norm"), peers=["quack"]).answer)  # doctest: +SKIP
+    """
+    from nearlight.profiler.calibrate import versions as versions_of_run
+
+    gpu = detect_gpu()
+    if gpu is None:
+        raise MissingPart("bench measures a GPU and this machine has none that torch sees")
+    machine = Machine("cuda", gpu)
+    rows = measure(op, machine, peers, cases, directions, progress)
+    root = PACKAGE / "data" if into_repo else _user_folder()
+    path = root / "results" / gpu.key / f"bench-{op.name}.json"
+    report = _report(op, machine, rows, {**versions_of_run(), **_peer_versions()}, path)
+    report.save_json(path)
+    return report
+
+
+def measure(
+    op: Op,
+    machine: Machine,
+    peers: Sequence[str] = (),
+    cases: Sequence[Case] | None = None,
+    directions: Sequence[str] = DIRECTIONS,
+    progress: Progress = lambda message: None,
+) -> list[Row]:
+    """Return the rows of `bench` for a machine; arguments as there."""
+    unknown = [name for name in directions if name not in DIRECTIONS]
+    if unknown:
+        raise BadInput(f"direction {unknown[0]!r}: allowed are {', '.join(DIRECTIONS)}")
+    unknown = [name for name in peers if name not in (*op.peers, TORCH, COMPILE)]
+    if unknown:
+        raise BadInput(
+            f"{op.name} has no peer {unknown[0]!r}; it has {', '.join((*op.peers, COMPILE))}"
+        )
+    rows: list[Row] = []
+    for case in op.cases if cases is None else cases:
+        for direction in directions:
+            progress(f"{op.name} {case.name} {direction}")
+            rows += _measure_case(op, machine, peers, case, direction)
+            if machine.device == "cuda":
+                torch.cuda.empty_cache()
+    small = min(op.check_cases, key=lambda case: (case.dtype == torch.float64, Trial(case).size))
+    for direction in directions:
+        progress(f"{op.name} host cost {direction}")
+        rows += _host_rows(op, machine, peers, small, direction)
+    return rows
+
+
+def implementations(
+    op: Op, peers: Sequence[str]
+) -> Iterator[tuple[str, Callable[..., Any] | None, str]]:
+    """Yield name, function and what is missing: ours first, then every peer, found or not."""
+    yield OURS, op.function, ""
+    plain = op.peers[TORCH]() if TORCH in op.peers else op.reference
+    yield TORCH, plain, ""
+    # A fresh compilation for each case: else its limit of recompilations falls back to eager.
+    torch.compiler.reset()
+    yield COMPILE, torch.compile(plain), ""
+    for name in dict.fromkeys((*ALWAYS, *peers)):
+        if name in op.peers and name not in (TORCH, COMPILE):
+            try:
+                yield name, op.peers[name](), ""
+            except ImportError as error:
+                yield name, None, f"not installed: {error}"
+
+
+def _measure_case(
+    op: Op, machine: Machine, peers: Sequence[str], case: Case, direction: str
+) -> list[Row]:
+    """Check, time and check again all implementations of a case, interleaved."""
+    is_backward = direction == "forward_backward"
+    sets = [make_inputs(op, Trial(case, seed=seed), machine.device) for seed in range(NUM_SETS)]
+    expected, held_to = _standard(op, sets[0], Trial(case), is_backward)
+    upstream = expected.upstream if is_backward else None
+    rows: dict[str, Row] = {}
+    works: dict[str, Work] = {}
+    for name, function, missing in implementations(op, peers):
+        rows[name] = {"case": case.name, "direction": direction, "implementation": name}
+        rows[name]["check"] = missing
+        if function is None:
+            continue
+        try:
+            reason = _check(op, function, case, machine, expected, is_backward, name == OURS)
+            rows[name]["check"] = f"wrong: {reason}" if reason else f"held to {held_to}"
+            if name != OURS or not reason:
+                works[name] = Work(function, [_cloned(inputs) for inputs in sets], upstream)
+                rows[name]["extra_bytes"] = _extra_bytes(works[name], machine)
+        except Exception as error:  # an implementation that fails is a row, not the run's end
+            works.pop(name, None)
+            rows[name]["check"] = f"raised {type(error).__name__}: {str(error)[:120]}"
+    cost = op.cost(case)[direction]
+    calls: dict[str, Any] = {name: work.calls() for name, work in works.items()}
+    calls[COPY] = _copy_calls(cost.bytes, machine.device)
+    timed = timing.compare(calls, device=machine.device, min_repeats=MIN_REPEATS)
+    if OURS in works:
+        reason = _check(op, op.function, case, machine, expected, is_backward, True)
+        if reason:
+            timed.pop(OURS)
+            rows[OURS]["check"] = f"wrong after the timing: {reason}"
+    rows[COPY] = {"case": case.name, "direction": direction, "implementation": COPY, "check": ""}
+    for name, row in rows.items():
+        if name in timed:
+            row |= _figures(name, timed, cost.limit_s(machine.gpu) * 1e6)
+    if "time_us" in rows[OURS]:
+        predicted_us = ceilings(machine.gpu).predict_s(cost) * 1e6
+        rows[OURS]["predicted_us"] = predicted_us
+        rows[OURS]["prediction_error"] = predicted_us / rows[OURS]["time_us"] - 1
+    _hold_to_declared(rows[OURS], op.extra_bytes(case) if is_backward else None)
+    return list(rows.values())
+
+
+def _check(
+    op: Op,
+    function: Callable[..., Any],
+    case: Case,
+    machine: Machine,
+    expected: Standard,
+    is_backward: bool,
+    is_ours: bool,
+) -> str:
+    """Say how an implementation breaks the tolerance rule on the first inputs, or return ""."""
+
+    def compute(trial: Trial) -> Compared:
+        held_to = expected
+        if trial.seed:
+            inputs = make_inputs(op, trial, machine.device)
+            held_to, _ = _standard(op, inputs, trial, is_backward)
+        upstream = held_to.upstream if is_backward else None
+        return Compared(_compute(function, _cloned(held_to.inputs), upstream), held_to)
+
+    # A peer's verdict is a remark, not worth minutes of a GPU.
+    return settle(compute, Trial(case), NUM_DRAWS if is_ours else 1)
+
+
+def _hold_to_declared(row: Row, declared_bytes: int | None) -> None:
+    extra_bytes = row.get("extra_bytes")
+    if extra_bytes is not None and declared_bytes is not None:
+        row["declared_bytes"] = declared_bytes
+        if extra_bytes > declared_bytes:
+            row["check"] += "; more extra bytes than declared"
+
+
+def _figures(name: str, timed: Mapping[str, timing.Timing], limit_us: float) -> Row:
+    """Return a row's times and ratios; a flushed time below the limit is refused."""
+    own = timed[name]
+    if name != COPY and own.method == "events" and own.median_us < limit_us:
+        return {
+            "check": f"{own.median_us:.1f} µs is below the limit of {limit_us:.1f} µs: "
+            "the timing or the cost formula is wrong"
+        }
+    row: Row = {
+        "time_us": own.median_us,
+        "low_us": own.low_us,
+        "high_us": own.high_us,
+        "method": own.method,
+        "limit_us": limit_us,
+        "share": limit_us / own.median_us,
+        "of_copy": timed[COPY].median_us / own.median_us,
+    }
+    if name != OURS and OURS in timed:
+        verdict, ratio = timing.difference(timed[OURS], own)
+        row |= {"ratio": 1 / ratio, "nearlight_is": verdict}
+    return row
+
+
+def _host_rows(
+    op: Op, machine: Machine, peers: Sequence[str], case: Case, direction: str
+) -> Iterator[Row]:
+    """Yield what a call costs the CPU, on an input so small that the GPU waits."""
+    inputs = make_inputs(op, Trial(case), machine.device)
+    expected, _ = _standard(op, inputs, Trial(case), direction == "forward_backward")
+    upstream = expected.upstream if direction == "forward_backward" else None
+    for name, function, missing in implementations(op, peers):
+        row: Row = {"case": f"host cost, {case.name}", "direction": direction}
+        row |= {"implementation": name, "check": missing}
+        if function is not None:
+            try:
+                call = partial(_step, function, _cloned(inputs), upstream)
+                row["host_us"] = timing.host_cost_us(call)
+            except Exception as error:  # as above
+                row["check"] = f"raised {type(error).__name__}: {str(error)[:120]}"
+        yield row
+
+
+def _step(function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None) -> None:
+    """Do what is timed: the forward without a graph, or forward and every gradient."""
+    if upstream is None:
+        with torch.no_grad():
+            function(**inputs)
+        return
+    roots, above = roots_of(flatten(function(**inputs)), upstream)
+    wanted = [inputs[name] for name in differentiable(inputs)]
+    torch.autograd.grad(roots, wanted, above, allow_unused=True)
+
+
+def _compute(function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None) -> Result:
+    if upstream is not None:
+        return run(function, inputs, upstream)
+    with torch.no_grad():
+        return Result(flatten(function(**inputs)), {})
+
+
+def _standard(op: Op, inputs: Inputs, trial: Trial, is_backward: bool) -> tuple[Standard, str]:
+    """Return what results are held to: the reference in fp64, in fp32 where that does not fit."""
+    with torch.no_grad():
+        outputs = flatten(op.reference(**fresh(inputs, ())))
+    upstream = make_upstream(outputs, trial) if is_backward else None
+    del outputs
+    plain = _compute(op.reference, _cloned(inputs), upstream)
+    for dtype in (torch.float64, torch.float32):
+        try:
+            above = None if upstream is None else upstream_to_dtype(upstream, dtype)
+            truth = _compute(op.reference, to_dtype(inputs, dtype), above)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        else:
+            name = str(dtype).removeprefix("torch.")
+            return Standard(inputs, upstream or (), plain, truth), f"{name} reference"
+    raise MissingPart(
+        f"{op.name} {trial.case.name}: its reference fits on this GPU in no precision"
+    )
+
+
+def _cloned(inputs: Inputs) -> Inputs:
+    """Return copies, because some peers write their gradients over what they were given."""
+    copies = {
+        name: value.detach().clone().requires_grad_(value.requires_grad)
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {**inputs, **copies}
+
+
+def _copy_calls(num_bytes: int, device: str) -> list[Callable[[], Any]]:
+    """Return copies that move as many bytes, read plus written, as the op must."""
+    half = max(num_bytes // 2, 1)
+    source = torch.randint(0, 255, (half,), dtype=torch.uint8, device=device)
+    return [partial(torch.empty_like(source).copy_, source) for _ in range(2)]
+
+
+def _extra_bytes(work: Work, machine: Machine) -> int | None:
+    """Return the peak of device memory beyond inputs, outputs and returned gradients."""
+    if machine.device != "cuda":
+        return None
+    inputs = work.sets[0]
+    _step(work.function, inputs, work.upstream)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = _compute(work.function, inputs, work.upstream)
+    torch.cuda.synchronize()
+    kept = [*result.outputs, *(g for g in result.gradients.values() if g is not None)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return torch.cuda.max_memory_allocated() - before - sum(storages.values())
+
+
+def _report(
+    op: Op, machine: Machine, rows: list[Row], versions: Mapping[str, str], path: Path
+) -> Report:
+    ours = [row for row in rows if row["implementation"] == OURS and "host_us" not in row]
+    shares = [row["share"] for row in ours if "share" in row]
+    unproved = [row for row in ours if "share" not in row]
+    parts = []
+    if shares:
+        parts.append(f"share of the limit {min(shares):.2f} to {max(shares):.2f}")
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        ratios = [row["ratio"] for row in rows if row["implementation"] == name and "ratio" in row]
+        if ratios and name != COPY:
+            lost = sum(ratio < 1 for ratio in ratios)
+            parts.append(f"{statistics.median(ratios):.2f} × {name} (slower in {lost})")
+    if unproved:
+        parts.append(f"{len(unproved)} of {len(ours)} without a speed: {unproved[0]['check']}")
+    return Report(
+        verb="bench",
+        answer=f"{op.name} on {machine.gpu.name}: {', '.join(parts)}",
+        target=op.name,
+        gpu=machine.gpu.key,
+        setup="inputs rotated, caches flushed above "
+        f"{timing.GRAPH_BELOW_US:.0f} µs (below: graph replay), interleaved, medians; "
+        "ratio = peer's time ÷ ours",
+        versions=versions,
+        rows=rows,
+        next=f"written to {path}; next: nearlight check {op.name}",
+    )
+
+
+def _peer_versions() -> dict[str, str]:
+    try:
+        return {"liger-kernel": version("liger-kernel")}
+    except PackageNotFoundError:
+        return {}
+
+
+def _user_folder() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("nearlight"))

@@ -1,0 +1,135 @@
+"""Guarded memory: what a launcher allocates starts as NaN and stands between two guard zones.
+
+While `guarded()` is open, torch's Python allocation functions hand out tensors inside a larger
+buffer. An element that a kernel forgets stays NaN; an element that it writes beyond the tensor
+lands in a guard zone, where it is found, and not in the heap. (On a GPU the compute-sanitizer says
+more; in the interpreter nothing else says anything.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Wider than the tail of the widest tile, so that a missing mask does not reach the heap.
+GUARD_BYTES = 1 << 18
+# Two bytes that are NaN in bf16, fp16 and fp32, unlike the NaN any arithmetic produces, and unlike
+# POISON: so a kernel that reads beyond an input and writes what it read is found as well.
+GUARD_PATTERN = 0x7FA5
+# NaN in every floating dtype, -1 in every whole one.
+POISON_BYTE = 0xFF
+
+_UNFILLED = ("empty", "empty_like", "empty_strided")
+_FILLED = ("zeros", "zeros_like", "ones", "ones_like", "full", "full_like")
+_UNFILLED_METHODS = ("new_empty", "new_empty_strided")
+_FILLED_METHODS = ("new_zeros", "new_ones", "new_full")
+
+
+@dataclass(frozen=True)
+class _Zone:
+    raw: torch.Tensor
+    num_bytes: int
+    label: str
+
+    def broken(self) -> str:
+        """Say where a guard zone was written, or return ""."""
+        front, rear = self.raw[:GUARD_BYTES], self.raw[GUARD_BYTES + self.num_bytes :]
+        pattern = _pattern_bytes(self.raw.device, self.raw.numel())
+        for zone, whole in ((rear, pattern[-rear.numel() :]), (front, pattern[:GUARD_BYTES])):
+            if torch.equal(zone, whole):
+                continue
+            wrong = (zone != whole).nonzero()
+            if zone is rear:
+                return f"{int(wrong[0])} bytes past the end of {self.label}"
+            return f"{GUARD_BYTES - int(wrong[-1])} bytes before the start of {self.label}"
+        return ""
+
+
+@dataclass
+class Guard:
+    """The zones handed out so far."""
+
+    zones: list[_Zone] = field(default_factory=list)
+
+    def place(self, tensor: torch.Tensor, label: str, keep: bool = True) -> torch.Tensor:
+        """Return a tensor of the same shape, strides and dtype between two guard zones.
+
+        Args:
+            tensor: strided, any device.
+            label: how a broken zone names it.
+            keep: whether it holds the tensor's values; else it holds NaN.
+        """
+        extent, size = _extent(tensor), tensor.element_size()
+        num_bytes = extent * size
+        # An even count, because the pattern is two bytes wide.
+        raw = _pattern_bytes(tensor.device, 2 * GUARD_BYTES + num_bytes + num_bytes % 2).clone()
+        raw[GUARD_BYTES : GUARD_BYTES + num_bytes] = POISON_BYTE
+        # `set_` and not a view: an op's output that is a view of something would look like an
+        # alias to autograd.
+        bare = torch.tensor([], dtype=tensor.dtype, device=tensor.device)
+        start = GUARD_BYTES // size
+        placed = bare.set_(raw.untyped_storage(), start, tensor.shape, tensor.stride())
+        if keep and extent:
+            source = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
+            placed.as_strided((extent,), (1,), start).copy_(source)
+        self.zones.append(_Zone(raw, num_bytes, f"{label} {tuple(tensor.shape)}"))
+        return placed
+
+    def broken(self) -> list[str]:
+        """Say of each zone that was written where, nothing where all are whole."""
+        return [text for zone in self.zones if (text := zone.broken())]
+
+
+@contextmanager
+def guarded() -> Iterator[Guard]:
+    """Guard everything that Python code allocates through torch inside the block."""
+    guard = Guard()
+
+    def wrap(function: Callable[..., Any], keep: bool) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            tensor = function(*args, **kwargs)
+            is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+            # Triton's interpreter wraps each argument of a launch by `new_empty(0)`.
+            if not is_plain or kwargs.get("out") is not None or tensor.shape == (0,):
+                return tensor
+            placed = guard.place(tensor, f"a tensor of torch.{function.__name__}", keep)
+            return placed.requires_grad_(tensor.requires_grad)
+
+        return allocate
+
+    with ExitStack() as stack:
+        for owner, names, keep in (
+            (torch, _UNFILLED, False),
+            (torch, _FILLED, True),
+            (torch.Tensor, _UNFILLED_METHODS, False),
+            (torch.Tensor, _FILLED_METHODS, True),
+        ):
+            for name in names:
+                wrapper = wrap(getattr(owner, name), keep)
+                stack.enter_context(mock.patch.object(owner, name, wrapper))
+        yield guard
+
+
+@functools.lru_cache(maxsize=8)
+def _longest_pattern(device: torch.device, num_bytes: int) -> torch.Tensor:
+    words = torch.tensor([GUARD_PATTERN], dtype=torch.int16, device=device)
+    return words.expand(num_bytes // 2).contiguous().view(torch.uint8)
+
+
+def _pattern_bytes(device: torch.device, num_bytes: int) -> torch.Tensor:
+    # A few lengths serve all: the next power of two, cut.
+    return _longest_pattern(device, 1 << (num_bytes - 1).bit_length())[:num_bytes]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return how many elements lie between the first and the last of a strided tensor."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

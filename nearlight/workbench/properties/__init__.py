@@ -1,0 +1,17 @@
+"""The properties an op must have, one file each; a new one is a new file and a name here."""
+
+from nearlight.workbench.properties import extremes, layouts, lifecycle, poison, shapes, values
+
+PROPERTIES = tuple(
+    sorted(
+        (
+            values.PROPERTY,
+            layouts.PROPERTY,
+            shapes.PROPERTY,
+            lifecycle.PROPERTY,
+            extremes.PROPERTY,
+            poison.PROPERTY,
+        ),
+        key=lambda prop: prop.number,
+    )
+)

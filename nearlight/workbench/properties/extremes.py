@@ -1,0 +1,90 @@
+"""Property 6: empty inputs, and the extremes the op's record lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nearlight.core.op import Extreme, Inputs, Op
+from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.property import NotApplicable, Property, base_cases
+from nearlight.workbench.trial import (
+    Refused,
+    Trial,
+    kernels,
+    make_inputs,
+    run,
+    standard,
+)
+
+EMPTY = "empty"
+
+
+def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
+    """Each dimension in turn at zero, then each extreme of the record."""
+    cases = base_cases(op, quick)
+    if not cases and not op.extremes:
+        raise NotApplicable("no check case below fp64 and no extreme in the record")
+    for case in cases:
+        for name in case.shape:
+            yield Trial(case, step=EMPTY).resized(**{name: 0})
+    for extreme in op.extremes:
+        yield Trial(extreme.case, step=extreme.name)
+
+
+def examine(op: Op, trial: Trial, device: str) -> str:
+    """Hold the results to the rule, or the expected error to be raised."""
+    if trial.step == EMPTY:
+        return settle(lambda again: _empty(op, again, device), trial)
+    extreme = next((e for e in op.extremes if e.name == trial.step), None)
+    if extreme is None:
+        raise ValueError(f"{op.name} lists no extreme called {trial.step!r}")
+    if extreme.raises is not None:
+        return _raises(op, extreme, extreme.change(make_inputs(op, trial, device)))
+    return settle(lambda again: _extreme(op, extreme, again, device), trial)
+
+
+def _empty(op: Op, trial: Trial, device: str) -> Compared:
+    """An empty batch must work; an op may refuse another size of zero by a ValueError."""
+    expected = standard(op, trial, device)
+    is_batch = next(iter(trial.case.shape.values())) == 0
+    try:
+        with kernels(), torch.enable_grad():
+            return Compared(run(op.function, expected.inputs, expected.upstream), expected)
+    except ValueError as error:
+        if is_batch:
+            raise
+        raise Refused(f"{dict(trial.case.shape)}: {error}") from error
+
+
+def _extreme(op: Op, extreme: Extreme, trial: Trial, device: str) -> Compared | str:
+    expected = standard(op, trial, device, extreme.change)
+    with kernels(), torch.enable_grad():
+        actual = run(op.function, expected.inputs, expected.upstream)
+    if extreme.is_finite:
+        for name, tensor in (
+            *((f"output {index}", output) for index, output in enumerate(actual.outputs)),
+            *((f"gradient of {name}", gradient) for name, gradient in actual.gradients.items()),
+        ):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                return f"{name}: not finite"
+    return Compared(actual, expected)
+
+
+def _raises(op: Op, extreme: Extreme, inputs: Inputs) -> str:
+    assert extreme.raises is not None
+    wanted = extreme.raises.__name__
+    try:
+        with kernels(), torch.enable_grad():
+            run(op.function, inputs, None)
+    except extreme.raises as error:
+        return "" if str(error) else f"{wanted} without a message"
+    except Exception as error:  # any other error is the finding
+        return f"raised {type(error).__name__}, the right answer is {wanted}: {error}"
+    return f"nothing was raised, the right answer is {wanted}"
+
+
+PROPERTY = Property(
+    6, "extremes", "empty inputs and the record's extremes are right", trials, examine
+)

@@ -1,0 +1,85 @@
+"""Property 2: any layout of any input and of the upstream gradient, or a clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearlight.core.op import Op
+from nearlight.workbench import layouts
+from nearlight.workbench.properties import values
+from nearlight.workbench.property import NotApplicable, Property, base_cases
+from nearlight.workbench.trial import (
+    UPSTREAM,
+    Refused,
+    Trial,
+    differentiable,
+    make_inputs,
+    make_upstream,
+    run,
+    tensors,
+)
+
+
+def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
+    """Each layout of each tensor alone, then all tensors at once."""
+    _check_declared(op)
+    cases = base_cases(op, quick)
+    if not cases:
+        raise NotApplicable("no check case below fp64")
+    for index, case in enumerate(cases):
+        choose = layouts.one_of_each_family if quick or index else layouts.names
+        inputs = make_inputs(op, Trial(case), device)
+        outputs = run(op.reference, inputs, None).outputs
+        upstream = [g for g in make_upstream(outputs, Trial(case)) if g is not None]
+        named = tensors(inputs)
+        if upstream and differentiable(inputs):
+            named[UPSTREAM] = max(upstream, key=lambda gradient: gradient.ndim)
+        for name, tensor in named.items():
+            for layout in choose(tensor):
+                yield Trial(case, layouts={name: layout})
+        for layout in ("transposed", "strided [::2] dim -1", "offset"):
+            fitting = {
+                name: layout
+                for name, tensor in named.items()
+                if tensor.ndim >= (2 if layout == "transposed" else 1)
+                and layouts.family(layout) not in op.refused_layouts.get(name, ())
+            }
+            if fitting:
+                yield Trial(case, layouts=fitting, upstream="per row")
+
+
+def examine(op: Op, trial: Trial, device: str) -> str:
+    """Hold the results to the rule; a declared layout may be refused, by an error that names it."""
+    may_refuse = [
+        name
+        for name, layout in trial.layouts.items()
+        if layouts.family(layout) in op.refused_layouts.get(name, ())
+    ]
+    try:
+        return values.examine(op, trial, device)
+    except (ValueError, TypeError) as error:
+        if not may_refuse:
+            raise
+        if not any(name in str(error) for name in may_refuse):
+            return f"the refusal does not name {' or '.join(may_refuse)}: {error}"
+        raise Refused(f"{dict(trial.layouts)}: {error}") from error
+
+
+def _check_declared(op: Op) -> None:
+    for name, families in op.refused_layouts.items():
+        unknown = set(families) - set(layouts.FAMILIES)
+        if unknown:
+            raise ValueError(
+                f"{op.name}.refused_layouts[{name!r}]: {', '.join(sorted(unknown))}; "
+                f"allowed are {', '.join(layouts.FAMILIES)}"
+            )
+
+
+PROPERTY = Property(
+    2,
+    "layouts",
+    "every layout of every input and upstream gradient gives the same, or is refused as declared",
+    trials,
+    examine,
+    True,
+)

@@ -1,0 +1,310 @@
+"""Property 5: an op lives well inside autograd: modes, frozen inputs, repeats, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from nearlight.core.op import Inputs, Op
+from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.property import NotApplicable, Property, base_cases
+from nearlight.workbench.trial import (
+    Result,
+    Standard,
+    Trial,
+    Upstream,
+    differentiable,
+    flatten,
+    fresh,
+    in_fp64,
+    kernels,
+    make_inputs,
+    roots_of,
+    run,
+    scaled,
+    standard,
+    tensors,
+    upstream_in_fp64,
+)
+
+FROZEN = "frozen "
+# Above this many differentiable inputs, subsets of one, all but one and none are tried.
+MAX_ALL_SUBSETS = 4
+
+
+def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
+    """Each step on a small case of each option; each subset of frozen inputs on the first."""
+    cases = base_cases(op, quick)
+    if not cases:
+        raise NotApplicable("no check case below fp64")
+    for index, case in enumerate(cases):
+        names = differentiable(make_inputs(op, Trial(case), device))
+        for step, (_, needs_gradient) in STEPS.items():
+            if names or not needs_gradient:
+                yield Trial(case, seed=index, step=step, upstream="per row")
+        for frozen in _subsets(names):
+            if len(frozen) < len(names) or index == 0:
+                yield Trial(case, seed=index, step=FROZEN + ", ".join(frozen))
+
+
+def _subsets(names: list[str]) -> Iterator[tuple[str, ...]]:
+    counts = range(1, len(names) + 1)
+    for count in counts:
+        if len(names) <= MAX_ALL_SUBSETS or count in (1, len(names) - 1, len(names)):
+            yield from combinations(names, count)
+
+
+def examine(op: Op, trial: Trial, device: str) -> str:
+    """Take the trial's step with the op."""
+    frozen = trial.step.removeprefix(FROZEN).split(", ")
+    if not trial.step.startswith(FROZEN) and trial.step not in STEPS:
+        raise ValueError(f"step {trial.step!r}: allowed are {', '.join(STEPS)}, {FROZEN}NAMES")
+
+    def compute(trial: Trial) -> Compared | str:
+        expected = standard(op, trial, device)
+        with kernels(), torch.enable_grad():
+            if trial.step.startswith(FROZEN):
+                return _frozen(op, expected, frozen)
+            return STEPS[trial.step][0](op, expected)
+
+    return settle(compute, trial)
+
+
+def _no_grad(op: Op, expected: Standard) -> Compared | str:
+    return _without_graph(op, expected, torch.no_grad)
+
+
+def _inference_mode(op: Op, expected: Standard) -> Compared | str:
+    return _without_graph(op, expected, torch.inference_mode)
+
+
+def _without_graph(
+    op: Op, expected: Standard, mode: Callable[[], AbstractContextManager[Any]]
+) -> Compared | str:
+    before = _bits(expected.inputs)
+    with mode():
+        outputs = flatten(op.function(**fresh(expected.inputs, differentiable(expected.inputs))))
+    if any(output.requires_grad for output in outputs):
+        return "the output requires a gradient"
+    plain = [output.detach() for output in outputs]
+    if changed := _changed(before, expected.inputs):
+        return f"{changed} was changed"
+    return Compared(Result(plain, {}), expected)
+
+
+def _frozen(op: Op, expected: Standard, frozen: list[str]) -> Compared | str:
+    """Freeze some inputs: no gradient for them, the right one for the rest."""
+    trainable = [name for name in differentiable(expected.inputs) if name not in frozen]
+    leaves = fresh(expected.inputs, trainable)
+    outputs = flatten(op.function(**leaves))
+    roots, above = roots_of(outputs, expected.upstream)
+    if not trainable:
+        return "everything is frozen, yet the output requires a gradient" if roots else ""
+    if not roots:
+        return f"the output has no gradient, though {', '.join(trainable)} is not frozen"
+    # The reference says which outputs depend on what is left.
+    left = replace(
+        expected,
+        plain=run(op.reference, expected.inputs, expected.upstream, trainable),
+        truth=run(
+            op.reference,
+            in_fp64(expected.inputs),
+            upstream_in_fp64(expected.upstream),
+            trainable,
+        ),
+    )
+    torch.autograd.backward(roots, above)
+    for name in frozen:
+        if leaves[name].grad is not None:
+            return f"{name} is frozen and got a gradient"
+    gradients = {name: leaves[name].grad for name in trainable}
+    return Compared(Result(outputs, gradients), left)
+
+
+def _backward_twice(op: Op, expected: Standard) -> str:
+    """A second backward through a kept graph is equal bit by bit, or raises."""
+    leaves = fresh(expected.inputs)
+    roots, above = roots_of(flatten(op.function(**leaves)), expected.upstream)
+    wanted = [leaves[name] for name in differentiable(leaves)]
+
+    def backward() -> tuple[torch.Tensor | None, ...]:
+        return torch.autograd.grad(roots, wanted, above, retain_graph=True, allow_unused=True)
+
+    first = backward()
+    kept = [None if gradient is None else gradient.clone() for gradient in first]
+    try:
+        second = backward()
+    except RuntimeError:
+        return ""
+    for name, old, new, returned in zip(differentiable(leaves), kept, second, first, strict=True):
+        if not _same_bits(old, new):
+            return f"the second backward gives another gradient of {name}, silently"
+        if not _same_bits(old, returned):
+            return f"the second backward changed the gradient of {name} that the first returned"
+    return ""
+
+
+def _double_backward(op: Op, expected: Standard) -> Compared | str:
+    """A gradient of the gradient is right, or raises; a term that vanishes is neither."""
+    inputs, upstream = expected.inputs, expected.upstream
+    try:
+        actual = _second_order(op.function, inputs, upstream)
+    except (RuntimeError, NotImplementedError):
+        return ""
+    held_to = replace(
+        expected,
+        plain=_second_order(op.reference, inputs, upstream),
+        truth=_second_order(op.reference, in_fp64(inputs), upstream_in_fp64(upstream)),
+    )
+    return Compared(actual, held_to, "silently wrong second derivative by")
+
+
+def _second_order(function: Callable[..., object], inputs: Inputs, upstream: Upstream) -> Result:
+    """Differentiate (first-order gradients + inputs) · fixed weights once more.
+
+    The inputs stand in the sum as well, as a loss stands beside a gradient penalty: an op whose
+    gradient has lost its history then drops its term without an error, and is found out.
+    """
+    leaves = fresh(inputs)
+    roots, above = roots_of(flatten(function(**leaves)), upstream)
+    wanted = [leaves[name] for name in differentiable(leaves)]
+    above = [gradient.detach().clone().requires_grad_() for gradient in above]
+    gradients = torch.autograd.grad(roots, wanted, above, create_graph=True, allow_unused=True)
+    total = torch.zeros((), dtype=torch.float64, device=wanted[0].device)
+    for index, (leaf, gradient) in enumerate(zip(wanted, gradients, strict=True)):
+        weights = torch.linspace(-1, 1 + index, leaf.numel(), device=leaf.device)
+        weights = weights.to(leaf.dtype).view(leaf.shape)
+        total = total + (leaf * weights).double().sum()
+        if gradient is not None:
+            total = total + (gradient * weights.flip(0)).double().sum()
+    for gradient in above:
+        total = total + gradient.double().sum()
+    names = [*differentiable(leaves), *(f"upstream {index}" for index in range(len(above)))]
+    second = torch.autograd.grad(total, [*wanted, *above], allow_unused=True)
+    return Result((), dict(zip(names, second, strict=True)))
+
+
+def _unchanged(op: Op, expected: Standard) -> str:
+    """Inputs and upstream gradients are bit-identical afterwards, and no version was counted."""
+    leaves = fresh(expected.inputs)
+    upstream = {f"the upstream gradient {i}": g for i, g in enumerate(expected.upstream)}
+    watched = tensors({**leaves, **upstream})
+    before, versions = _bits(watched), {name: t._version for name, t in watched.items()}
+    roots, above = roots_of(flatten(op.function(**leaves)), expected.upstream)
+    if changed := _changed(before, watched):
+        return f"the forward changed {changed} in place"
+    if roots:
+        wanted = [leaves[name] for name in differentiable(leaves)]
+        torch.autograd.grad(roots, wanted, above, allow_unused=True)
+    if changed := _changed(before, watched):
+        return f"the backward changed {changed} in place"
+    touched = [name for name, tensor in watched.items() if tensor._version != versions[name]]
+    return f"{touched[0]} was written in place" if touched else ""
+
+
+def _alias(op: Op, expected: Standard) -> str:
+    """Outputs own their memory, and a second call leaves the first one's result alone."""
+    leaves = fresh(expected.inputs)
+    outputs = flatten(op.function(**leaves))
+    places = {_storage(tensor): name for name, tensor in tensors(leaves).items() if tensor.numel()}
+    for index, output in enumerate(outputs):
+        if output.numel() and _storage(output) in places:
+            return f"output {index} shares its memory with {places[_storage(output)]}"
+    kept = [output.detach().clone() for output in outputs]
+    again = flatten(op.function(**leaves))
+    for index, (output, old, new) in enumerate(zip(outputs, kept, again, strict=True)):
+        if output.numel() and _storage(output) == _storage(new):
+            return f"output {index} of two calls is the same memory"
+        if not _same_bits(output.detach(), old):
+            return f"a second call changed output {index} of the first"
+    return ""
+
+
+def _scaled_loss(factor: float) -> Callable[[Op, Standard], Compared]:
+    """Loss × k gives gradient × k."""
+
+    def step(op: Op, expected: Standard) -> Compared:
+        upstream = scaled(expected.upstream, factor)
+        held_to = replace(
+            expected,
+            plain=run(op.reference, expected.inputs, upstream),
+            truth=run(op.reference, in_fp64(expected.inputs), upstream_in_fp64(upstream)),
+        )
+        return Compared(run(op.function, expected.inputs, upstream), held_to)
+
+    return step
+
+
+def _accumulated(op: Op, expected: Standard) -> Compared:
+    """Two backward passes into one `.grad` give the sum."""
+    halves = (expected.upstream, scaled(expected.upstream, -0.75))
+
+    def accumulate(function: Callable[..., object], inputs: Inputs, is_truth: bool) -> Result:
+        leaves = fresh(inputs)
+        for half in halves:
+            upstream = upstream_in_fp64(half) if is_truth else half
+            roots, above = roots_of(flatten(function(**leaves)), upstream)
+            torch.autograd.backward(roots, above)
+        return Result((), {name: leaves[name].grad for name in differentiable(leaves)})
+
+    held_to = replace(
+        expected,
+        plain=accumulate(op.reference, expected.inputs, False),
+        truth=accumulate(op.reference, in_fp64(expected.inputs), True),
+    )
+    return Compared(accumulate(op.function, expected.inputs, False), held_to)
+
+
+# What is done, and whether it needs an input that can be differentiated.
+STEPS: dict[str, tuple[Callable[[Op, Standard], Compared | str], bool]] = {
+    "no_grad": (_no_grad, False),
+    "inference_mode": (_inference_mode, False),
+    "inputs unchanged": (_unchanged, False),
+    "outputs alias nothing": (_alias, False),
+    "backward twice": (_backward_twice, True),
+    "double backward": (_double_backward, True),
+    "loss × 2.5": (_scaled_loss(2.5), True),
+    "loss × 0": (_scaled_loss(0.0), True),
+    "accumulation": (_accumulated, True),
+}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    left_bits, right_bits = (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)
+    )
+    return torch.equal(left_bits, right_bits)
+
+
+def _bits(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors(inputs).items()}
+
+
+def _changed(before: dict[str, torch.Tensor], inputs: Inputs) -> str:
+    """Return the name of the first tensor whose bits are no longer those kept before."""
+    for name, tensor in tensors(inputs).items():
+        if not _same_bits(before[name], tensor):
+            return name
+    return ""
+
+
+PROPERTY = Property(
+    5,
+    "lifecycle",
+    "right inside autograd: modes, frozen inputs, repeats, nothing changed",
+    trials,
+    examine,
+)

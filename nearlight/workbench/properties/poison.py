@@ -1,0 +1,80 @@
+"""Property 7: every element is written, and nothing before or beyond a tensor is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nearlight.core.op import Op
+from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.property import (
+    MAX_DERIVED_SIZE,
+    NotApplicable,
+    Property,
+    base_cases,
+    resized,
+    tile_edges,
+)
+from nearlight.workbench.trial import (
+    Trial,
+    kernels,
+    run,
+    standard,
+    tensors,
+)
+
+
+def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
+    """Small cases, and each dimension one less and one more than each tile edge."""
+    cases = base_cases(op, quick)
+    if not cases:
+        raise NotApplicable("no check case below fp64")
+    for case in cases:
+        yield Trial(case, seed=2)
+    tiles = tile_edges(op, cases[:1], device)
+    if quick:
+        tiles = [tile for tile in tiles if tile <= MAX_DERIVED_SIZE >> 8][:2]
+    sizes = [size for tile in tiles for size in (tile - 1, tile + 1)]
+    for case in cases[:1] if quick else cases[:3]:
+        yield from resized(op, case, sizes)
+
+
+def examine(op: Op, trial: Trial, device: str) -> str:
+    """Run between guard zones: inputs, upstream gradients, and all that the launcher allocates."""
+    return settle(lambda again: _between_zones(op, again, device), trial)
+
+
+def _between_zones(op: Op, trial: Trial, device: str) -> Compared | str:
+    expected = standard(op, trial, device)
+    with kernels() as zones, torch.enable_grad():
+        placed = dict(expected.inputs)
+        for name, tensor in tensors(expected.inputs).items():
+            placed[name] = zones.place(tensor, name).requires_grad_(tensor.requires_grad)
+        upstream = [
+            None if gradient is None else zones.place(gradient, "the upstream gradient")
+            for gradient in expected.upstream
+        ]
+        actual = run(op.function, placed, upstream)
+    if broken := zones.broken():
+        return f"wrote {broken[0]}"
+    pairs = zip(actual.outputs, expected.truth.outputs, strict=False)
+    for index, (output, truth) in enumerate(pairs):
+        if output.is_floating_point() and output.shape == truth.shape:
+            num_nan = int((output.isnan() & ~truth.isnan()).sum())
+            if num_nan:
+                return (
+                    f"{num_nan} of {output.numel()} elements of output {index} were never "
+                    "written, or hold what was read beyond a tensor"
+                )
+    return Compared(actual, expected)
+
+
+PROPERTY = Property(
+    7,
+    "poison",
+    "every element is written, nothing beyond a tensor is touched",
+    trials,
+    examine,
+    True,
+)

@@ -1,0 +1,97 @@
+"""What a property of an op is, and which inputs it is tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nearlight.core.op import Case, Op
+from nearlight.workbench.trial import Trial, kernels, launches, make_inputs, make_upstream, run
+
+# More elements than this take the interpreter too long, and prove nothing more.
+MAX_DERIVED_SIZE = 1 << 16
+# Dimensions beyond this break kernels of their own kind; shapes looks after them.
+WIDE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Property:
+    """One thing an op must have.
+
+    Attributes:
+        number: its place in the list of the proof.
+        name: one word.
+        statement: what holds when it is passed.
+        trials: `(op, quick, device) -> trials`; raises `NotApplicable` with the reason.
+        examine: `(op, trial, device) -> ""`, or how the property is broken; raises `Rejected`
+            where the op has no such input, and lets the op's own exceptions through.
+        in_quick: whether `check --quick` proves it.
+    """
+
+    number: int
+    name: str
+    statement: str
+    trials: Callable[[Op, bool, str], Iterable[Trial]]
+    examine: Callable[[Op, Trial, str], str]
+    in_quick: bool = False
+
+
+class NotApplicable(Exception):  # not an error: one of the three answers
+    """The property says nothing about this op, for the reason given."""
+
+
+def case_size(case: Case) -> int:
+    """Return the product of a case's sizes."""
+    return Trial(case).size
+
+
+def provable(op: Op) -> list[Case]:
+    """Return the check cases the tolerance rule can judge, smallest first.
+
+    In fp64 plain PyTorch is the truth itself, and its error of 0 is no measure.
+    """
+    cases = [case for case in op.check_cases if case.dtype != torch.float64]
+    return sorted(cases, key=case_size)
+
+
+def cover(cases: Sequence[Case]) -> list[Case]:
+    """Return few small cases that hold every dtype and every option value once."""
+    chosen: list[Case] = []
+    seen: set[str] = set()
+    for case in sorted(cases, key=lambda case: (min(case.shape.values()) < 2, case_size(case))):
+        marks = {str(case.dtype), *(f"{name}={value!r}" for name, value in case.options.items())}
+        if not chosen or not marks <= seen:
+            chosen.append(case)
+            seen |= marks
+    return chosen
+
+
+def base_cases(op: Op, quick: bool) -> list[Case]:
+    """Return small cases of more than one row and column: one if quick, else one per option."""
+    chosen = cover(provable(op))
+    return chosen[:1] if quick else chosen
+
+
+def tile_edges(op: Op, cases: Sequence[Case], device: str) -> list[int]:
+    """Return the compile-time sizes of the kernels launched for these cases, larger than one."""
+    found: set[int] = set()
+    for case in cases:
+        inputs = make_inputs(op, Trial(case), device)
+        with launches() as seen, kernels(), torch.enable_grad():
+            outputs = run(op.reference, inputs, None).outputs
+            run(op.function, inputs, make_upstream(outputs, Trial(case)))
+        found |= {value for _, constants in seen for value in constants.values()}
+    return sorted(value for value in found if 1 < value <= MAX_DERIVED_SIZE)
+
+
+def resized(op: Op, case: Case, sizes: Iterable[int]) -> list[Trial]:
+    """Return trials of a case with each dimension in turn set to each of the sizes."""
+    trials = [
+        Trial(case).resized(**{name: size})
+        for name, own in case.shape.items()
+        for size in sorted(set(sizes))
+        if size != own
+    ]
+    return [trial for trial in trials if trial.size <= MAX_DERIVED_SIZE]

@@ -1,0 +1,292 @@
+"""A trial: one input of an op, computed three ways (the op, plain PyTorch, the truth in fp64)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nearlight.core import backend
+from nearlight.core.op import Case, Inputs, Op
+from nearlight.core.triton import Kernel
+from nearlight.workbench import guard, layouts
+
+# One per output; None for an output of whole numbers.
+Upstream = Sequence[torch.Tensor | None]
+UPSTREAM = "upstream"  # the key of the upstream gradients among a trial's layouts
+
+# What is done to the first differentiable input; flat inputs hide most numerical faults.
+VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as made": lambda x: x,
+    "scale 1e-3": lambda x: x * 1e-3,
+    "scale 1e3": lambda x: x * 1e3,
+    "mean 30, std 0.01": lambda x: 30 + 0.01 * x,
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one run of an op is made from; equal trials give equal inputs.
+
+    Attributes:
+        case: shape, dtype and options.
+        seed: of the inputs and the upstream gradients.
+        values: a key of `VALUES`.
+        layouts: input name (or "upstream") to layout.
+        upstream: "random", or "per row" with rows of very different size and one of zeros.
+        step: what the property does with the input, where it does more than one thing.
+    """
+
+    case: Case
+    seed: int = 0
+    values: str = "as made"
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    upstream: str = "random"
+    step: str = ""
+
+    def resized(self, **sizes: int) -> Trial:
+        """Return the trial with some sizes changed."""
+        shape = {**self.case.shape, **sizes}
+        name = "x".join(str(size) for size in shape.values())
+        return replace(self, case=replace(self.case, name=name, shape=shape))
+
+    @property
+    def size(self) -> int:
+        """A measure of how much work the trial is."""
+        total = 1
+        for size in self.case.shape.values():
+            total *= max(size, 1)
+        return total
+
+
+class Rejected(Exception):  # not an error: the answer "no such input"
+    """The op's own `make_inputs` or `reference` does not take this shape."""
+
+
+class Refused(Rejected):
+    """The op's function answers this shape with a ValueError of its own."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one way of computing gave: outputs, and gradients by input name."""
+
+    outputs: Sequence[torch.Tensor]
+    gradients: Mapping[str, torch.Tensor | None]
+
+
+def make_inputs(op: Op, trial: Trial, device: str) -> Inputs:
+    """Return the trial's inputs, as keyword arguments of the op's function.
+
+    Raises:
+        Rejected: the op does not make inputs of this shape.
+    """
+    generator = torch.Generator(device=device).manual_seed(trial.seed)
+    try:
+        inputs = dict(op.make_inputs(trial.case, torch.device(device), generator))
+    except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
+        raise Rejected(f"make_inputs: {error}") from error
+    accepted = inspect.signature(op.function).parameters
+    for name, value in trial.case.options.items():
+        if name in accepted:
+            inputs.setdefault(name, value)
+    inputs.pop("backend", None)  # the harness says which one runs
+    first = next(iter(differentiable(inputs)), None)
+    if first is not None and trial.values != "as made":
+        changed = VALUES[trial.values](inputs[first].detach()).to(inputs[first].dtype)
+        inputs[first] = changed.requires_grad_()
+    for name, layout in trial.layouts.items():
+        if name != UPSTREAM:
+            inputs[name] = layouts.apply(layout, inputs[name])
+    return inputs
+
+
+def tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Return the inputs that are tensors."""
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def differentiable(inputs: Inputs) -> list[str]:
+    """Return the names of the inputs whose gradient is asked for."""
+    return [name for name, tensor in tensors(inputs).items() if tensor.requires_grad]
+
+
+def flatten(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors among what a function returned, in order."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, (tuple, list)):
+        return [tensor for part in outputs for tensor in flatten(part)]
+    return []
+
+
+def fresh(inputs: Inputs, trainable: Sequence[str] | None = None) -> Inputs:
+    """Return the inputs with every tensor as a new leaf over the same memory.
+
+    Args:
+        inputs: as `make_inputs` gives them.
+        trainable: names that get `requires_grad`; by default those that have it.
+    """
+    wanted = differentiable(inputs) if trainable is None else trainable
+    leaves = {
+        name: tensor.detach().requires_grad_(name in wanted)
+        for name, tensor in tensors(inputs).items()
+    }
+    return {**inputs, **leaves}
+
+
+def to_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Return the inputs with every floating tensor in another dtype."""
+    cast = {
+        name: tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+        for name, tensor in tensors(inputs).items()
+        if tensor.dtype.is_floating_point
+    }
+    return {**inputs, **cast}
+
+
+def in_fp64(inputs: Inputs) -> Inputs:
+    """Return the inputs with every floating tensor in fp64."""
+    return to_dtype(inputs, torch.float64)
+
+
+def run(
+    function: Callable[..., Any],
+    inputs: Inputs,
+    upstream: Upstream | None,
+    trainable: Sequence[str] | None = None,
+) -> Result:
+    """Call a function and differentiate it; `upstream=None` runs the forward alone."""
+    leaves = fresh(inputs, trainable)
+    outputs = flatten(function(**leaves))
+    wanted = differentiable(leaves)
+    roots, above = roots_of(outputs, upstream or ())
+    if not roots or not wanted:
+        return Result(outputs, dict.fromkeys(wanted))
+    gradients = torch.autograd.grad(
+        roots, [leaves[name] for name in wanted], above, allow_unused=True
+    )
+    return Result(outputs, dict(zip(wanted, gradients, strict=True)))
+
+
+def roots_of(
+    outputs: Sequence[torch.Tensor], upstream: Upstream
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs that can be differentiated and their upstream gradients."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, upstream, strict=False)
+        if output.requires_grad and gradient is not None
+    ]
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def scaled(upstream: Upstream, factor: float) -> Upstream:
+    """Return the upstream gradients times a factor."""
+    return [None if gradient is None else gradient * factor for gradient in upstream]
+
+
+def upstream_to_dtype(upstream: Upstream, dtype: torch.dtype) -> Upstream:
+    """Return the upstream gradients in another dtype."""
+    return [None if gradient is None else gradient.to(dtype) for gradient in upstream]
+
+
+def upstream_in_fp64(upstream: Upstream) -> Upstream:
+    """Return the upstream gradients in fp64."""
+    return upstream_to_dtype(upstream, torch.float64)
+
+
+def make_upstream(outputs: Sequence[torch.Tensor], trial: Trial) -> Upstream:
+    """Return an upstream gradient for each floating output, None for the others."""
+    upstream: list[torch.Tensor | None] = []
+    for index, output in enumerate(outputs):
+        if not output.dtype.is_floating_point:
+            upstream.append(None)
+            continue
+        generator = torch.Generator(device=output.device).manual_seed(trial.seed + 7919 + index)
+        shape, device = output.shape, output.device
+        values = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
+        if trial.upstream == "per row" and output.ndim and output.numel():
+            num_rows = output.numel() // max(shape[-1], 1) if output.ndim > 1 else output.numel()
+            row_shape = (*shape[:-1], 1) if output.ndim > 1 else shape
+            scale = torch.logspace(-2, 2, num_rows, dtype=torch.float64, device=device)
+            scale[num_rows // 2] = 0
+            values = values * scale.view(row_shape)
+        gradient = values.to(output.dtype)
+        layout = trial.layouts.get(UPSTREAM, "contiguous")
+        # A scalar loss beside a tensor output has no dimension to expand.
+        with contextlib.suppress(ValueError):
+            gradient = layouts.apply(layout, gradient)
+        upstream.append(gradient)
+    return upstream
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What an op's results are held to on one input."""
+
+    inputs: Inputs
+    upstream: Upstream
+    plain: Result
+    truth: Result
+
+
+def standard(
+    op: Op, trial: Trial, device: str, change: Callable[[Inputs], Inputs] | None = None
+) -> Standard:
+    """Make a trial's inputs and compute plain PyTorch's results and the truth on them.
+
+    Args:
+        op: whose inputs and reference.
+        trial: what to make.
+        device: "cpu" or "cuda".
+        change: `(inputs) -> inputs`, applied last.
+
+    Raises:
+        Rejected: the op's `make_inputs` or `reference` does not take this shape.
+    """
+    inputs = make_inputs(op, trial, device)
+    try:
+        if change is not None:
+            inputs = change(inputs)
+        with torch.enable_grad():
+            upstream = make_upstream(run(op.reference, inputs, None).outputs, trial)
+            plain = run(op.reference, inputs, upstream)
+            truth = run(op.reference, in_fp64(inputs), upstream_in_fp64(upstream))
+    except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
+        raise Rejected(f"reference: {error}") from error
+    return Standard(inputs, upstream, plain, truth)
+
+
+@contextmanager
+def kernels() -> Iterator[guard.Guard]:
+    """Run our kernels inside the block, on CPU tensors too, between guard zones."""
+    with backend.force("triton"), guard.guarded() as zones:
+        yield zones
+
+
+@contextmanager
+def launches() -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
+    """Note every kernel launched inside the block: its name and its compile-time constants."""
+    seen: list[tuple[str, Mapping[str, Any]]] = []
+    start = Kernel._start
+
+    def note(
+        self: Kernel, grid: Any, warmup: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        constants = {
+            name: value
+            for name, value in kwargs.items()
+            if name.isupper() and isinstance(value, int) and not isinstance(value, bool)
+        }
+        seen.append((self.fn.__name__, constants))
+        return start(self, grid, warmup, args, kwargs)
+
+    with mock.patch.object(Kernel, "_start", note):
+        yield seen

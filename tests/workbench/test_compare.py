@@ -1,0 +1,82 @@
+"""Comparing by the tolerance rule: kinds, NaN, overflow, and narrow rows over several draws."""
+
+from __future__ import annotations
+
+import torch
+
+from nearlight.core.op import Case
+from nearlight.workbench.compare import Compared, settle, tensor_differs
+from nearlight.workbench.trial import Result, Standard, Trial
+
+TRIAL = Trial(Case("4", {"n": 4}, torch.float32))
+
+
+def compared(ours, plain, truth, gradients=None, expected_gradients=None) -> Compared:
+    wanted = expected_gradients or {}
+    standard = Standard({}, (), Result([plain], wanted), Result([truth], wanted))
+    return Compared(Result([ours], gradients or {}), standard)
+
+
+def test_shape_dtype_and_nan_are_named():
+    truth = torch.ones(4, dtype=torch.float64)
+    plain = torch.ones(4)
+    assert tensor_differs(torch.ones(4), plain, truth) == ""
+    assert tensor_differs(torch.ones(2, 2), plain, truth).startswith("shape (2, 2)")
+    assert tensor_differs(torch.ones(4).half(), plain, truth).startswith("dtype torch.float16")
+    broken = torch.tensor([1.0, float("nan"), 1.0, 1.0])
+    assert tensor_differs(broken, plain, truth) == "1 of 4 elements are NaN"
+    labels = torch.tensor([1, 2])
+    assert tensor_differs(labels, labels, labels) == ""
+    assert tensor_differs(labels + 1, labels, labels) == "values differ"
+
+
+def test_where_plain_overflows_there_is_nothing_to_hold_to():
+    truth = torch.tensor([1e5, 1.0], dtype=torch.float64)
+    plain = torch.tensor([float("inf"), 1.0], dtype=torch.float16)
+    assert tensor_differs(plain.clone(), plain, truth) == ""
+    worse = torch.tensor([float("inf"), 1.1], dtype=torch.float16)
+    assert tensor_differs(worse, plain, truth) != ""
+
+
+def test_a_missing_gradient_and_a_needless_one_are_named():
+    one = torch.ones(4)
+    truth = one.double()
+    missing = compared(one, one, truth, {"x": None}, {"x": one})
+    assert settle(lambda trial: missing, TRIAL) == "gradient of x: missing"
+    needless = compared(one, one, truth, {"x": one}, {"x": None})
+    assert "does not use x" in settle(lambda trial: needless, TRIAL)
+    zero = compared(one, one, truth, {"x": 0 * one}, {"x": None})
+    assert settle(lambda trial: zero, TRIAL) == ""
+
+
+def drawn(trial: Trial, factor: float) -> Compared:
+    """A single sum: ours errs as plain does on the whole, but by luck more in the first draw."""
+    generator = torch.Generator().manual_seed(trial.seed)
+    truth = 1 + torch.rand((), dtype=torch.float64, generator=generator)
+    ours, plain = 1e-5 * torch.randn(2, dtype=torch.float64, generator=generator)
+    if not trial.seed:
+        ours, plain = torch.tensor(1e-5), torch.tensor(1e-8)
+    return compared((truth + factor * ours).float(), (truth + plain).float(), truth)
+
+
+def test_luck_in_one_draw_of_a_narrow_result_is_not_a_fault():
+    assert settle(lambda trial: drawn(trial, 1.0), TRIAL, num_draws=1).startswith("output: ")
+    assert settle(lambda trial: drawn(trial, 1.0), TRIAL) == ""
+
+
+def test_a_narrow_result_that_errs_in_every_draw_is():
+    assert settle(lambda trial: drawn(trial, 10.0), TRIAL).startswith("output: ")
+
+
+def test_a_wide_row_is_judged_as_it_is():
+    truth = torch.ones(64, dtype=torch.float64)
+    plain = torch.ones(64)
+    wrong = compared(plain + 1e-5, plain, truth)
+    seeds = []
+
+    def compute(trial: Trial) -> Compared:
+        seeds.append(trial.seed)
+        return wrong
+
+    assert settle(compute, TRIAL).startswith("output: ")
+    assert seeds == [0]

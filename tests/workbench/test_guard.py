@@ -1,0 +1,67 @@
+"""Guard zones: allocations start as NaN, and one element outside is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nearlight.workbench.guard import Guard, guarded
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+
+def test_empty_tensors_start_as_nan_or_minus_one_and_others_as_asked():
+    with guarded():
+        x = torch.ones(3)
+        assert torch.empty(2, 3).isnan().all()
+        assert torch.empty_like(x).isnan().all()
+        assert torch.empty_strided((2, 2), (1, 2)).stride() == (1, 2)
+        assert x.new_empty((4,), dtype=torch.bfloat16).isnan().all()
+        assert torch.empty(2, dtype=torch.int64).tolist() == [-1, -1]
+        assert torch.zeros(3).tolist() == [0, 0, 0]
+        assert torch.full((2,), 7.0).tolist() == [7, 7]
+        assert x.new_zeros(2).tolist() == [0, 0]
+        assert torch.empty(3, requires_grad=True).requires_grad
+
+
+def test_nothing_stays_patched_after_an_error():
+    before = (torch.empty, torch.zeros, torch.Tensor.new_empty)
+    with pytest.raises(KeyError), guarded():
+        assert torch.empty is not before[0]
+        raise KeyError
+    assert (torch.empty, torch.zeros, torch.Tensor.new_empty) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("index", "words"), [(5, "past the end"), (-1, "before the start")])
+def test_one_element_outside_is_found(dtype: torch.dtype, index: int, words: str):
+    with guarded() as zones:
+        x = torch.zeros(5, dtype=dtype)
+        assert zones.broken() == []
+        x.as_strided((1,), (1,), x.storage_offset() + index).fill_(1)
+    (text,) = zones.broken()
+    assert words in text
+    assert text.endswith("of a tensor of torch.zeros (5,)")
+    distance = 0 if index == 5 else x.element_size()
+    # The first byte of a small number may be equal to the pattern's.
+    assert distance <= int(text.split()[0]) + (0 if index == 5 else 8) <= distance + 8
+
+
+def test_writing_inside_breaks_nothing():
+    with guarded() as zones:
+        x = torch.empty(3, 5)
+        x.fill_(1.0)
+        torch.empty(0, 4)
+    assert zones.broken() == []
+
+
+def test_a_placed_tensor_keeps_values_strides_and_alignment():
+    guard = Guard()
+    x = torch.arange(12.0).view(3, 4).t()[1:]
+    placed = guard.place(x, "x")
+    assert torch.equal(placed, x)
+    assert placed.stride() == x.stride()
+    assert placed.data_ptr() % 64 == 0
+    assert not placed._is_view()
+    expanded = guard.place(torch.ones(1, 3).expand(4, 3), "e")
+    assert expanded.stride() == (0, 1) and expanded.tolist() == [[1, 1, 1]] * 4

@@ -1,0 +1,99 @@
+"""Records of proofs: when one holds, when it is out of date, what is proved today."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from nearlight.workbench import record
+from nearlight.workbench.check import list_ops, load_op
+from nearlight.workbench.properties import PROPERTIES
+
+TWINS = Path(__file__).with_name("twins.py")
+
+
+@pytest.fixture
+def own_op(tmp_path: Path):
+    """An op in a folder of its own, with a device file and a header beside it."""
+    file = tmp_path / "scale.py"
+    file.write_text(TWINS.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "scale.cu").write_text('#include "scale.cuh"\n#include <cuda_fp16.h>\n')
+    (tmp_path / "scale.cuh").write_text("#include <nearlight/reduce.cuh>\n")
+    return load_op(str(file))
+
+
+def saved(op, folder: Path, **changes) -> None:
+    rows = [{"property": prop.name, "status": "passed"} for prop in PROPERTIES]
+    good = {"schema": record.SCHEMA, "op": op.name, "passed": True, "properties": rows}
+    record.save({**good, "sources": record.sources(op), **changes}, folder)
+
+
+def test_sources_hold_the_file_its_device_file_and_the_headers_they_include(own_op):
+    assert list(record.sources(own_op)) == [
+        "nearlight/core/include/nearlight/reduce.cuh",
+        "scale.cu",
+        "scale.cuh",
+        "scale.py",
+    ]
+
+
+def test_sources_of_an_op_folder_hold_all_its_files():
+    names = list(record.sources(load_op("linear_cross_entropy")))
+    folder = record.PACKAGE / "ops" / "linear_cross_entropy"
+    assert {f"nearlight/ops/linear_cross_entropy/{f.name}" for f in folder.glob("*.py")} <= {*names}
+    assert all(name.startswith("nearlight/ops/") for name in names)
+
+
+def test_line_endings_do_not_count_and_a_changed_character_does(own_op, tmp_path: Path):
+    before = record.sources(own_op)
+    file = tmp_path / "scale.py"
+    text = file.read_bytes()
+    file.write_bytes(text.replace(b"\n", b"\r\n"))
+    assert record.sources(own_op) == before
+    file.write_bytes(text + b"# x\n")
+    assert record.sources(own_op) != before
+
+
+def test_a_record_holds_until_a_source_changes(own_op, tmp_path: Path):
+    folder = tmp_path / "proofs"
+    assert record.stale(own_op, folder) == "it was never proved"
+    saved(own_op, folder)
+    assert record.stale(own_op, folder) == ""
+    (tmp_path / "scale.cuh").write_text("// changed\n")
+    assert "scale.cuh differs" in record.stale(own_op, folder)
+
+
+def test_a_failed_or_older_proof_does_not_hold(own_op, tmp_path: Path):
+    saved(own_op, tmp_path, passed=False)
+    assert record.stale(own_op, tmp_path) == "its last proof failed"
+    saved(own_op, tmp_path, schema=0)
+    assert "schema 0" in record.stale(own_op, tmp_path)
+    saved(own_op, tmp_path, properties=[])
+    assert record.stale(own_op, tmp_path).startswith("values, layouts, ")
+
+
+def test_the_draw_follows_from_the_date_alone():
+    names = ["rms_norm", "layer_norm", "swiglu", "rope", "linear_cross_entropy"]
+    day = datetime.date(2030, 1, 2)
+    assert record.drawn_today(names, date=day) == record.drawn_today(names[::-1], date=day)
+    days = (day + datetime.timedelta(days=n) for n in range(40))
+    drawn = [record.drawn_today(names, date=d) for d in days]
+    assert all(len(set(pair)) == 2 for pair in drawn)
+    assert {name for pair in drawn for name in pair} == set(names)
+
+
+def test_due_are_changed_ops_and_the_drawn(own_op, tmp_path: Path):
+    reasons = record.due({own_op.name: own_op}, tmp_path)
+    assert reasons == {own_op.name: "it was never proved"}
+    saved(own_op, tmp_path)
+    assert record.due({own_op.name: own_op}, tmp_path) == {own_op.name: "drawn by date"}
+
+
+def test_the_ops_are_listed_with_signature_and_proof():
+    report = list_ops()
+    row = next(row for row in report.rows if row["op"] == "rms_norm")
+    assert row["signature"].startswith("rms_norm(x")
+    assert row["proof"] == "proved" or row["proof"].startswith("out of date: ")
+    assert report.answer.startswith(f"{len(report.rows)} ops, ")

@@ -1,0 +1,96 @@
+"""Trials: inputs by seed, upstream gradients that are not flat, gradients by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nearlight.core.op import Case
+from nearlight.workbench.check import load_op
+from nearlight.workbench.trial import (
+    UPSTREAM,
+    Rejected,
+    Trial,
+    kernels,
+    launches,
+    make_inputs,
+    make_upstream,
+    run,
+    standard,
+)
+
+OP = load_op(str(Path(__file__).with_name("twins.py")))
+CASE = Case("5x33", {"rows": 5, "columns": 33}, torch.float32)
+
+
+def test_equal_trials_give_equal_inputs_and_other_seeds_others():
+    first = make_inputs(OP, Trial(CASE), "cpu")
+    again, other = make_inputs(OP, Trial(CASE), "cpu"), make_inputs(OP, Trial(CASE, 1), "cpu")
+    assert torch.equal(first["x"], again["x"]) and not torch.equal(first["x"], other["x"])
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "std"),
+    [("scale 1e-3", 0, 1e-3), ("scale 1e3", 0, 1e3), ("mean 30, std 0.01", 30, 0.01)],
+)
+def test_values_change_the_first_differentiable_input(values: str, mean: float, std: float):
+    inputs = make_inputs(OP, Trial(CASE, values=values), "cpu")
+    assert inputs["x"].mean().item() == pytest.approx(mean, abs=0.3 * std)
+    assert inputs["x"].std().item() == pytest.approx(std, rel=0.3)
+    assert inputs["x"].requires_grad and inputs["x"].is_leaf
+
+
+def test_an_option_reaches_the_function_if_it_takes_it():
+    def function(x, weight, flag=False):
+        return x * weight
+
+    op = replace(OP, function=function)
+    case = replace(CASE, options={"flag": True, "layout": "packed"})
+    assert make_inputs(op, Trial(case), "cpu").keys() == {"x", "weight", "flag"}
+
+
+def test_upstream_gradients_differ_by_row_and_lie_as_asked():
+    output = torch.ones(5, 33, requires_grad=True) * 1
+    (plain,) = make_upstream([output], Trial(CASE, upstream="per row"))
+    norms = plain.norm(dim=1)
+    assert norms[2] == 0 and norms[4] > 100 * norms[0]
+    (flat,) = make_upstream([output], Trial(CASE, layouts={UPSTREAM: "expanded all"}))
+    assert flat.stride() == (0, 0) and flat.shape == (5, 33)
+    scalar = make_upstream([output.sum()], Trial(CASE, layouts={UPSTREAM: "expanded dim 0"}))
+    assert scalar[0].shape == () and scalar[0] != 1
+    assert make_upstream([torch.tensor([1, 2])], Trial(CASE)) == [None]
+
+
+def test_run_returns_gradients_by_name_and_none_for_unused():
+    inputs = make_inputs(OP, Trial(CASE), "cpu")
+    result = run(lambda x, weight: 3 * x, inputs, [torch.ones(5, 33)])
+    assert torch.equal(result.gradients["x"], torch.full((5, 33), 3.0))
+    assert result.gradients["weight"] is None
+    assert inputs["x"].grad is None
+
+
+def test_the_truth_is_in_fp64_on_the_same_values():
+    expected = standard(OP, Trial(CASE), "cpu")
+    assert expected.truth.outputs[0].dtype == torch.float64
+    x, weight = expected.inputs["x"].detach(), expected.inputs["weight"].detach()
+    assert torch.equal(expected.truth.outputs[0], x.double() * weight.double())
+
+
+def test_an_input_the_op_does_not_make_is_rejected():
+    def make(case, device, generator):
+        raise ValueError("columns must be even")
+
+    with pytest.raises(Rejected, match="columns must be even"):
+        standard(replace(OP, make_inputs=make), Trial(CASE), "cpu")
+
+
+def test_launches_are_seen_with_their_tiles():
+    inputs = make_inputs(OP, Trial(CASE), "cpu")
+    with launches() as seen, kernels():
+        run(OP.function, inputs, None)
+    assert [(name, dict(constants)) for name, constants in seen] == [
+        ("_scale_fwd_kernel", {"BLOCK_M": 8, "BLOCK_N": 16})
+    ]
