@@ -107,7 +107,7 @@ def predict(
     """Predict step time, peak memory and bounds on any GPU of the table, without one."""
     gpus = [_gpu(name) for name in gpu.split(",")]
     _writable(json, html)
-    from nearlight.profiler.predict import predict as predict_target
+    from nearlight.profiler.predict import predict_target
 
     loaded = _load(target, task, batch, seq, dtype)
     with _progress(json) as say:

@@ -92,6 +92,8 @@ class Op:
         cost: `(case) -> {"forward": Cost, "forward_backward": Cost}` with fewest bytes.
         extra_bytes: `(case) -> int`, declared peak of device memory beyond the inputs, the
             outputs and the returned gradients, for forward and backward together.
+        large_cases: shapes past 2³¹ elements whose first tensor's rows do not depend on each
+            other; proved on a GPU.
         peers: name to a factory; the factory imports the peer and returns a function called as
             `function(**inputs)`, or raises ImportError.
         builds: `(arch) -> kernels to compile` for "sm_80" and later.
@@ -108,6 +110,7 @@ class Op:
     check_cases: Sequence[Case]
     cost: Callable[[Case], Mapping[str, Cost]]
     extra_bytes: Callable[[Case], int]
+    large_cases: Sequence[Case] = ()
     peers: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
     builds: Callable[[str], Sequence[KernelBuild]] = lambda arch: ()
     extremes: Sequence[Extreme] = ()

@@ -24,6 +24,7 @@ from nearlight.profiler.target import Target
 # A/B blocks of a measured gain and the steps in each.
 BLOCKS = 3
 STEPS = 3
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Measured:
 
     def __init__(self, target: Target, gpu: Gpu) -> None:
         self.target, self.gpu = target, gpu
-        self.model = target.make_model("cuda")
-        places = {parameter.device.type for parameter in self.model.parameters()} - {"cuda"}
+        self.model = target.make_model(DEVICE)
+        places = {parameter.device.type for parameter in self.model.parameters()} - {DEVICE}
         if places:
             raise BadInput(
                 f"{target.name} lies on {', '.join(sorted(places))} and this machine has a GPU: "
@@ -119,7 +120,7 @@ class Measured:
         self.limit_s = step_limit(self.trace, gpu)
         self._found = _Found.of(self.model)
         self.model.train(target.task == "train")
-        self._step = Step(target, self.model, target.make_batch("cuda"))
+        self._step = Step(target, self.model, target.make_batch(DEVICE))
 
     def state(self, fixes: Sequence[Fix]) -> State:
         """Measure the step with these fixes; one that does not fit is predicted and says so."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,15 +19,19 @@ from nearlight.fixes.fix import Fix
 from nearlight.fixes.program import applied
 from nearlight.fixes.proof_by_layer import longest_stack, prove_by_layer
 from nearlight.fixes.proof_runs import (
+    Row,
+    by_draws,
     cast,
+    free_bytes,
     judged,
+    needs,
     one_sequence,
     repeatable,
     run,
     settled,
     worst_first,
 )
-from nearlight.profiler.target import Batch, Target
+from nearlight.profiler.target import Batch, Target, sizes
 
 # Tokens of the one sequence: with Triton's interpreter, and on a GPU.
 CPU_TOKENS, CUDA_TOKENS = 32, 1024
@@ -73,59 +76,68 @@ def prove(
         True
     """
     size = _bytes_as_loaded(target)
-    if size > _free_bytes(device):
-        return Proof(False, [], f"not run: {_needs(size, device)} for the model alone")
+    if size > (free := free_bytes(device)):
+        return Proof(False, [], f"not run: {needs(size, free, device)} for the model alone")
     progress("loading the model for the proof")
     model = target.make_model(device)
     tokens = CPU_TOKENS if device == "cpu" else CUDA_TOKENS
-    batch = one_sequence(target.make_batch(device), tokens)
+    samples = target.make_batch(device)
+    batch = one_sequence(samples, tokens)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     too_large = _too_large(num_parameters, device)
     if not too_large:
         try:
-            rows = _prove_whole(target, model, fixes, batch, device, progress)
-            return Proof(
-                all(row["passed"] for row in rows),
-                worst_first(rows),
-                f"{_where(target, batch, device)}, whole model{_layers(model)}",
-            )
+            rows = _prove_whole(target, model, fixes, samples, device, progress)
+            how = f"whole model{_layers(model)}"
+            return _proof(rows, f"{_where(target, batch, device)}, {how}")
         except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
             too_large = "the GPU's memory did not last for the whole model"
+        torch.cuda.empty_cache()
     proof = prove_by_layer(target, model, fixes, batch, device, progress)
+    how = f"{proof.method} ({too_large})"
     if not proof.rows:
-        return Proof(False, [], f"{proof.method} ({too_large})")
-    return Proof(
-        proof.passed,
-        proof.rows,
-        f"{_where(target, batch, device)}, {proof.method} ({too_large})",
-    )
+        return Proof(False, [], how)
+    return _proof([dict(row) for row in proof.rows], f"{_where(target, batch, device)}, {how}")
+
+
+def _proof(rows: list[Row], method: str) -> Proof:
+    doubtful = sum("draws" in row for row in rows)
+    if doubtful:
+        method += f"; {doubtful} rows by the median of several inputs"
+    return Proof(all(row["passed"] for row in rows), worst_first(rows), method)
 
 
 def _prove_whole(
     target: Target,
     found: nn.Module,
     fixes: Sequence[Fix],
-    batch: Batch,
+    samples: Batch,
     device: str,
     progress: Progress,
-) -> list[dict[str, object]]:
+) -> list[Row]:
     is_cpu = device == "cpu"
     # A copy of a live model: it keeps its gradients, its dtype and its mode.
     model = copy.deepcopy(found) if target.is_live else found
     model = settled(model, device, target.task == "train")
-    batch = cast(batch, torch.float32) if is_cpu else batch
-    progress("plain PyTorch")
-    with repeatable(device):
-        plain = run(target, model, batch)
-    progress("the fixed model" + (", kernels interpreted" if is_cpu else ""))
-    with repeatable(device), backend.force("triton"), applied(model, fixes):
-        ours = run(target, model, batch)
-    progress("the truth in fp64")
-    with repeatable(device), KeepFloat64():
-        truth = run(target, float64_copy(model), cast(batch, torch.float64))
-    progress("comparing")
-    return judged(ours, plain, truth)
+
+    def attempt(draw: int) -> list[Row]:
+        batch = one_sequence(samples, CPU_TOKENS if is_cpu else CUDA_TOKENS, draw)
+        batch = cast(batch, torch.float32) if is_cpu else batch
+        words = f", sample {draw + 1}" if draw else ""
+        progress(f"plain PyTorch{words}")
+        with repeatable(device):
+            plain = run(target, model, batch)
+        # Before any fix is applied: one that is not undone exactly cannot reach it.
+        progress(f"the truth in fp64{words}")
+        with repeatable(device), KeepFloat64():
+            truth = run(target, float64_copy(model), cast(batch, torch.float64))
+        progress("the fixed model" + (", kernels interpreted" if is_cpu else "") + words)
+        with repeatable(device), backend.force("triton"), applied(model, fixes):
+            ours = run(target, model, batch)
+        progress("comparing")
+        return judged(ours, plain, truth)
+
+    return by_draws(attempt, sizes(samples).num_samples)
 
 
 def _where(target: Target, batch: Batch, device: str) -> str:
@@ -145,14 +157,8 @@ def _too_large(num_parameters: int, device: str) -> str:
     if num_parameters > LARGEST_WHOLE:
         return f"{num_parameters / 1e9:.1f}B parameters, whole up to {LARGEST_WHOLE / 1e9:.0f}B"
     needed = num_parameters * WHOLE_BYTES_PER_PARAMETER
-    return "" if needed <= _free_bytes(device) else f"{_needs(needed, device)} for the whole model"
-
-
-def _needs(needed: float, device: str) -> str:
-    kind = "memory" if device == "cpu" else "GPU memory"
-    return (
-        f"{needed / 2**30:.1f} GiB of {kind} needed and {_free_bytes(device) / 2**30:.1f} GiB free"
-    )
+    free = free_bytes(device)
+    return "" if needed <= free else f"{needs(needed, free, device)} for the whole model"
 
 
 def _bytes_as_loaded(target: Target) -> int:
@@ -161,13 +167,3 @@ def _bytes_as_loaded(target: Target) -> int:
         return 0
     shapes = target.make_model("meta", weights=False)
     return sum(parameter.numel() * parameter.element_size() for parameter in shapes.parameters())
-
-
-def _free_bytes(device: str) -> int:
-    """Return free memory; on the host what Linux says is available, caches included."""
-    if device != "cpu":
-        return int(torch.cuda.mem_get_info()[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo does not say how much memory is available")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,14 @@ from nearlight.core.report import Proof
 from nearlight.fixes import proof_runs
 from nearlight.fixes.fix import Fix, NothingToDo
 from nearlight.fixes.proof_runs import (
+    MAX_DRAWS,
     Results,
+    Row,
+    by_draws,
+    free_bytes,
     gradients,
     judged,
+    needs,
     repeatable,
     settled,
     worst_first,
@@ -36,7 +41,6 @@ from nearlight.fixes.proof_runs import (
 from nearlight.profiler.target import Batch, Target
 
 Progress = Callable[[str], None]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ def prove_by_layer(
     name, stack = longest_stack(model)
     if stack is None:
         return Proof(False, [], f"not run: {type(model).__name__} has no list of layers")
+    missing = _missing_memory(model, stack, device, target.is_live)
+    if missing:
+        return Proof(False, [], f"not run: {missing}")
     progress(f"the plain model's {len(stack)} layers")
     captured = _capture(target, model, stack, batch, device)
     if isinstance(captured, str):
@@ -120,6 +127,22 @@ def longest_stack(model: nn.Module) -> tuple[str, nn.ModuleList | None]:
         if isinstance(part, nn.ModuleList) and len(part)
     ]
     return max(stacks, key=lambda item: len(item[1]), default=("", None))
+
+
+def _missing_memory(model: nn.Module, stack: nn.ModuleList, device: str, is_live: bool) -> str:
+    """Say what is missing for the largest part, which is what stands around the layers."""
+    of_layers = {id(parameter): parameter for parameter in stack.parameters()}
+    around = [p for p in model.parameters() if id(p) not in of_layers]
+    lookups = _lookups(model)
+    count = sum(parameter.numel() for parameter in around)
+    trained = sum(p.numel() for p in around if id(p) not in lookups)
+    # The part in fp32 with its fp64 copy and gradients, or with three sets of gradients later.
+    needed = max(12 * count + 8 * trained, 4 * count + 16 * trained)
+    freed = sum(p.numel() * p.element_size() for p in of_layers.values())
+    free = free_bytes(device) + (0 if is_live else freed)
+    if needed <= free:
+        return ""
+    return f"{needs(needed, free, device)} for what stands around the layers"
 
 
 def _capture(
@@ -198,17 +221,21 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _three_ways(
-    setting: _Setting, part: nn.Module, run: Callable[[nn.Module, torch.dtype | None], Results]
+    setting: _Setting, part: nn.Module, run: Callable[[int, nn.Module, torch.dtype | None], Results]
 ) -> list[Row]:
     """Run a part in fp64, plain and patched, one after the other: only results are kept."""
-    with repeatable(setting.device), KeepFloat64():
-        truth = run(float64_copy(part), torch.float64)
     dtype = torch.float32 if setting.device == "cpu" else None
-    with repeatable(setting.device):
-        plain = run(part, dtype)
-    with repeatable(setting.device), backend.force("triton"), _applied_here(setting, part):
-        ours = run(part, dtype)
-    return judged(ours, plain, truth)
+
+    def attempt(draw: int) -> list[Row]:
+        with repeatable(setting.device), KeepFloat64():
+            truth = run(draw, float64_copy(part), torch.float64)
+        with repeatable(setting.device):
+            plain = run(draw, part, dtype)
+        with repeatable(setting.device), backend.force("triton"), _applied_here(setting, part):
+            ours = run(draw, part, dtype)
+        return judged(ours, plain, truth)
+
+    return by_draws(attempt, MAX_DRAWS)
 
 
 @contextmanager
@@ -224,13 +251,22 @@ def _applied_here(setting: _Setting, part: nn.Module) -> Iterator[None]:
         yield
 
 
+def _shaken(tensor: torch.Tensor, draw: int) -> torch.Tensor:
+    """Return the tensor with other roundings: each element off by a bit of bf16 or so."""
+    if draw == 0:
+        return tensor
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(draw))
+    return (tensor.float() * (1 + 2**-8 * noise.to(tensor.device))).to(tensor.dtype)
+
+
 def _prove_layer(
     setting: _Setting,
     name: str,
     layer: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    captured: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> list[Row]:
-    def run(part: nn.Module, dtype: torch.dtype | None) -> Results:
+    def run(draw: int, part: nn.Module, dtype: torch.dtype | None) -> Results:
+        call = ((_shaken(captured[0][0], draw), *captured[0][1:]), captured[1])
         args, kwargs = _with_tensors(call, partial(_moved, setting.device, dtype))
         hidden = args[0].clone().requires_grad_(setting.is_training)
         with torch.set_grad_enabled(setting.is_training):
@@ -238,7 +274,7 @@ def _prove_layer(
         output = output if torch.is_tensor(output) else output[0]
         results = {f"output of {name}": output.detach()}
         if setting.is_training:
-            generator = torch.Generator().manual_seed(proof_runs.SEED)
+            generator = torch.Generator().manual_seed(draw)
             upstream = torch.randn(output.shape, generator=generator)
             # Rounded once, so that all three get the same values.
             upstream = upstream.to(args[0].device, _narrow(call[0][0].dtype)).to(output.dtype)
@@ -277,8 +313,14 @@ class _StandIn(nn.Module):
         )
         hidden = output if torch.is_tensor(output) else output[0]
         self.rest = None if torch.is_tensor(output) else output[1:]
-        self.hidden = nn.Parameter(hidden.detach().clone()) if gives else None
+        self.found = hidden.detach()
+        self.hidden = nn.Parameter(self.found.clone()) if gives else None
         self.entered: torch.Tensor | None = None
+
+    def give(self, draw: int) -> None:
+        """Give a draw of what the last layer gave from now on."""
+        assert self.hidden is not None
+        self.hidden.data.copy_(_shaken(self.found, draw))
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.hidden is not None:
@@ -297,12 +339,13 @@ def _prove_ends(
     _freeze_lookups(ends)
     given = f"gradient of {name}.0.hidden"
 
-    def run(part: nn.Module, dtype: torch.dtype | None) -> Results:
+    def run(draw: int, part: nn.Module, dtype: torch.dtype | None) -> Results:
+        first = cast(_StandIn, part.get_submodule(f"{name}.0"))
+        first.give(draw)
         in_dtype = proof_runs.cast(batch, dtype) if dtype is not None else batch
         results = proof_runs.run(setting.target, part, in_dtype)
-        entered = cast(_StandIn, part.get_submodule(f"{name}.0")).entered
-        assert entered is not None
-        results[f"input of {name}.0"] = entered
+        assert first.entered is not None
+        results[f"input of {name}.0"] = first.entered
         if given in results:
             results[f"gradient of what {name} gave"] = results.pop(given)
         return results
@@ -316,11 +359,12 @@ def _freeze_lookups(ends: nn.Module) -> None:
     At a vocabulary of 128k and width 4096 it would be 8 GiB more in fp64; what they feed the
     first layer is compared.
     """
-    shared: Mapping[int, int] = Counter(
-        id(parameter)
-        for module in ends.modules()
-        for parameter in vars(module)["_parameters"].values()
-    )
-    for module in ends.modules():
-        if isinstance(module, nn.Embedding) and shared[id(module.weight)] == 1:
-            module.weight.requires_grad_(False)
+    for weight in _lookups(ends).values():
+        weight.requires_grad_(False)
+
+
+def _lookups(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the weights of embeddings that no other module shares, by id."""
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {id(e.weight): e.weight for e in embeddings if uses[id(e.weight)] == 1}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,12 @@ IGNORED = -100
 # Batches of these carry tokens along their second dimension and can be cut.
 TOKENS = ("input_ids", "inputs_embeds")
 
+# Draws of the inputs that a doubtful row is judged by, and the share of its limit from which on a
+# row is no question of luck.
+MAX_DRAWS = 5
+BEYOND_LUCK = 10.0
+
+Row = dict[str, Any]
 Results = dict[str, torch.Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -66,7 +73,7 @@ def repeatable(device: str) -> Iterator[None]:
         yield
 
 
-def one_sequence(batch: Batch, max_tokens: int) -> Batch:
+def one_sequence(batch: Batch, max_tokens: int, draw: int = 0) -> Batch:
     """Return one sample of a batch, of at most `max_tokens` tokens.
 
     Every dimension as long as the sequence is cut (masks have two). The window is the first one
@@ -77,17 +84,21 @@ def one_sequence(batch: Batch, max_tokens: int) -> Batch:
     Args:
         batch: of a target.
         max_tokens: longest sequence.
+        draw: take the sample that comes so many later.
     """
     ids = next((batch[name] for name in TOKENS if name in batch), None)
     if ids is None or ids.ndim < 2:
-        return {name: value[:1] if value.ndim else value for name, value in batch.items()}
+        return {
+            name: value[draw % len(value) :][:1] if value.ndim else value
+            for name, value in batch.items()
+        }
     num_samples, length = ids.shape[:2]
     kept = min(length, max_tokens)
-    sample, start = _window(batch.get("labels"), kept)
+    sample, start = _window(batch.get("labels"), kept, draw % num_samples)
 
     def cut(name: str, value: torch.Tensor) -> torch.Tensor:
         if name == "past":
-            return value[:, :, :1, :, :max_tokens].contiguous()
+            return value[:, :, sample : sample + 1, :, :max_tokens].contiguous()
         if value.ndim and value.shape[0] == num_samples:
             value = value[sample : sample + 1]
         for dim in range(value.ndim):
@@ -98,13 +109,17 @@ def one_sequence(batch: Batch, max_tokens: int) -> Batch:
     return {name: cut(name, value) for name, value in batch.items()}
 
 
-def _window(labels: torch.Tensor | None, length: int) -> tuple[int, int]:
-    """Return the sample and the start of the window with most targets; the first token has none."""
+def _window(labels: torch.Tensor | None, length: int, draw: int) -> tuple[int, int]:
+    """Return the sample and the start of the window with most targets; the first token has none.
+
+    A later draw takes the samples after the best one.
+    """
     if labels is None or labels.ndim != 2 or length < 2 or length > labels.shape[1]:
-        return 0, 0
+        return draw, 0
     counts = (labels[:, 1:] != IGNORED).long().unfold(1, length - 1, 1).sum(-1)
-    best = int((counts == counts.max()).flatten().nonzero()[0])
-    return best // counts.shape[1], best % counts.shape[1]
+    best = int((counts == counts.max()).flatten().nonzero()[0]) // counts.shape[1]
+    sample = (best + draw) % counts.shape[0]
+    return sample, int((counts[sample] == counts[sample].max()).nonzero()[0])
 
 
 def settled(part: Module, device: str, is_training: bool) -> Module:
@@ -186,7 +201,7 @@ def judged(
     ours: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
     truth: Mapping[str, torch.Tensor],
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return a row per quantity of any of the three runs; one that a run lacks fails.
 
     Row keys: name, passed, reason; where the error is a number also error and plain_error (of the
@@ -207,14 +222,41 @@ def judged(
     return rows
 
 
-def worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_draws(attempt: Callable[[int], list[Row]], num_draws: int) -> list[Row]:
+    """Judge by one draw of the inputs, and what fails there by the median of several.
+
+    The rule compares two rounding errors, ours and plain PyTorch's, and one draw of each says
+    little: of 336 sound rows of SmolLM2's layers (real weights, fp32) 7 missed it, by up to 3.2 ×;
+    by the median of five draws none did. The median lifts no limit: a fault errs in every draw.
+
+    Args:
+        attempt: number of a draw to its rows.
+        num_draws: how many different draws there are; an odd number of at most `MAX_DRAWS` is
+            taken.
+    """
+    rows = attempt(0)
+    failed = [row for row in rows if not row["passed"]]
+    is_luck = all(row.get("of_allowed", float("inf")) <= BEYOND_LUCK for row in failed)
+    num_draws = min(num_draws - (num_draws + 1) % 2, MAX_DRAWS)
+    if not failed or not is_luck or num_draws < 3:
+        return rows
+    draws = [{row["name"]: row for row in attempt(draw)} for draw in range(1, num_draws)]
+
+    def median(row: Row) -> Row:
+        same = worst_first([row, *(draw[row["name"]] for draw in draws)])
+        return {**same[num_draws // 2], "draws": num_draws}
+
+    return [row if row["passed"] else median(row) for row in rows]
+
+
+def worst_first(rows: list[Row]) -> list[Row]:
     """Sort rows: failed ones first, then the nearest to its limit."""
     return sorted(rows, key=lambda row: (row["passed"], -row.get("of_allowed", float("inf"))))
 
 
-def _row(name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> dict[str, Any]:
+def _row(name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Row:
     verdict = numerics.judge(ours, plain, truth)
-    row: dict[str, Any] = {"name": name, "passed": verdict.passed, "reason": verdict.reason}
+    row: Row = {"name": name, "passed": verdict.passed, "reason": verdict.reason}
     pairs = zip(astuple(verdict.ours), astuple(verdict.allowed), strict=True)
     of_allowed = [error / allowed for error, allowed in pairs]
     numbers = (*of_allowed, verdict.ours.whole, verdict.plain.whole)
@@ -225,3 +267,19 @@ def _row(name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor
             "of_allowed": max(of_allowed),
         }
     return row
+
+
+def needs(needed: float, free: float, device: str) -> str:
+    """Say how much memory is needed and how much there is."""
+    kind = "memory" if device == "cpu" else "GPU memory"
+    return f"{needed / 2**30:.1f} GiB of {kind} needed and {free / 2**30:.1f} GiB free"
+
+
+def free_bytes(device: str) -> int:
+    """Return free memory; on the host what Linux says is available, caches included."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info()[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo does not say how much memory is available")

@@ -4,6 +4,12 @@ The imports are eager because a function and its module share a name: once a sub
 imported, only an assignment after it leaves the function under that name.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nearlight.core.backend import Choice, choose
 from nearlight.core.op import Op
 from nearlight.ops.layer_norm import OP as _LAYER_NORM
 from nearlight.ops.layer_norm import layer_norm
@@ -20,4 +26,40 @@ OPS: dict[str, Op] = {
     op.name: op for op in (_LAYER_NORM, _LINEAR_CROSS_ENTROPY, _RMS_NORM, _ROPE, _SWIGLU)
 }
 
-__all__ = ["OPS", "layer_norm", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "OPS",
+    "explain",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]
+
+
+def explain(op: str | Callable[..., Any], *args: Any, backend: str = "auto") -> Choice:
+    """Say which backend a call of an op would take, and why, without running it.
+
+    Args:
+        op: an op or its name.
+        args: the call's arguments; the first tensor's device decides.
+        backend: as the call would pass it.
+
+    Returns:
+        The choice: `backend` and `reason`.
+
+    Raises:
+        ValueError: no such op, or no tensor among the arguments.
+
+    Example:
+        >>> import torch
+        >>> explain("rms_norm", torch.ones(2, 8)).backend
+        'reference'
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPS:
+        raise ValueError(f"explain: no op {name!r}; there are {', '.join(OPS)}")
+    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    if tensor is None:
+        raise ValueError(f"explain: {name} takes tensors and none was given")
+    return choose(backend, tensor)

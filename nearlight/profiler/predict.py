@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
+from nearlight import __version__
 from nearlight.core.ceilings import Ceilings
-from nearlight.core.hardware import Gpu, ceilings
+from nearlight.core.hardware import Gpu, ceilings, find_gpu
 from nearlight.core.report import Figure, Report, State
 from nearlight.profiler import verdicts
 from nearlight.profiler.capture import Call, Trace, trace
 from nearlight.profiler.memory import describe
-from nearlight.profiler.target import Target
+from nearlight.profiler.target import Target, from_model, load
 
 # Kernels of PyTorch that stay below the copy ceiling, by the share of it they reach: medians over
 # the cases of 16384 rows on an H200 (forward + backward minus forward for the backward ones).
@@ -126,6 +130,39 @@ def capacity_bytes(gpu: Gpu) -> int:
 
 
 def predict(
+    model: nn.Module | str,
+    batch: Any = None,
+    gpu: str | Sequence[str] = "h200",
+    task: str = "train",
+) -> Report:
+    """Predict step time, peak memory, bounds and fit on GPUs that need not be here.
+
+    Args:
+        model: a module (left as it is, wherever it lies), or the name of a target.
+        batch: dict of tensors by forward's argument names; None where `model` is a name.
+        gpu: name of a GPU of the table, or several.
+        task: "train", "prefill" or "decode".
+
+    Returns:
+        a Report with a row per GPU; `before` and the findings are those of the first.
+
+    Raises:
+        ValueError: an unknown GPU, target or task, or a program that values decide about.
+
+    Example:
+        >>> report = predict("llama-3.2-1b", gpu=["h200", "l40s"])
+        >>> [row["gpu"] for row in report.rows]
+        ['h200', 'l40s']
+    """
+    gpus = [find_gpu(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
+    if isinstance(model, str):
+        if batch is not None:
+            raise ValueError(f"{model!r} brings its own batch: leave out batch")
+        return predict_target(load(model, task=task), gpus)
+    return predict_target(from_model(model, batch, task), gpus)
+
+
+def predict_target(
     target: Target, gpus: Sequence[Gpu], progress: Callable[[str], None] = lambda text: None
 ) -> Report:
     """Predict a target on one or several GPUs; the report's `before` is the first one's.
@@ -157,6 +194,7 @@ def predict(
         task=target.task,
         gpu=first.key,
         setup=target.setup,
+        versions={"nearlight": __version__, "torch": torch.__version__},
         before=state,
         findings=rules.find(step, state, first),
         rows=rows,

@@ -42,7 +42,7 @@ ALWAYS = (TORCH, COMPILE, "liger")
 # Sets of inputs that the timer rotates through.
 NUM_SETS = 3
 MIN_REPEATS = 20
-# Of a narrow result, a loss: see `compare.settle`; on a GPU each draw costs a second.
+# Of a result that breaks the rule: see `compare.settle`; at full size each costs a second.
 NUM_DRAWS = 8
 
 Progress = Callable[[str], None]

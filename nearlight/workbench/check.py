@@ -98,10 +98,10 @@ def check(
     what = ", ".join(sorted(kernels)) if kernels else "no nearlight kernel: plain PyTorch code"
     verdict = f"{op.name}: {len(judged) - len(failed)} of {len(judged)} properties hold"
     if failed:
-        verdict += f"; {', '.join(row.property for row in failed)} fails"
+        verdict += f"; broken: {', '.join(row.property for row in failed)}"
     method = f"{'interpreted' if device == 'cpu' else 'on ' + device}; launched {what}"
     next_step = failed[0].reproduce if failed else f"nearlight bench {op.name}"
-    as_dicts = [vars(row) for row in rows]
+    as_dicts = [{k: v for k, v in vars(row).items() if k != "reproduce" or v} for row in rows]
     return Report(
         verb="check",
         answer=verdict,
@@ -184,7 +184,7 @@ def list_ops() -> Report:
     rows = [
         {
             "op": name,
-            "signature": f"{name}{inspect.signature(op.function)}",
+            "signature": f"{name}({', '.join(_arguments(op))})",
             "proof": f"out of date: {reason}" if (reason := record.stale(op)) else "proved",
         }
         for name, op in sorted(OPS.items())
@@ -197,6 +197,11 @@ def list_ops() -> Report:
         rows=rows,
         next=f"nearlight check {rows[0]['op']} --quick" if rows else "",
     )
+
+
+def _arguments(op: Op) -> list[str]:
+    parameters = inspect.signature(op.function).parameters.values()
+    return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
 
 
 def source_of(op: Op) -> str:

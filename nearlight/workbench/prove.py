@@ -46,7 +46,7 @@ def prove(op: Op, arches: Sequence[str] = ARCHES) -> dict[str, Any]:
     assert report.proof is not None
     properties = [
         {name: row[name] for name in ("number", "property", "status", "num_trials", "reason")}
-        | ({"reproduce": row["reproduce"]} if row["reproduce"] else {})
+        | ({"reproduce": row["reproduce"]} if "reproduce" in row else {})
         for row in report.rows
     ]
     code = {arch: _machine_code(op, arch) for arch in arches}

@@ -13,6 +13,7 @@ from nearlight.profiler.predict import (
     predict,
     predict_call_s,
     predict_state,
+    predict_target,
     step_limit,
 )
 from nearlight.profiler.target import load
@@ -124,13 +125,37 @@ def test_elementwise_calls_take_as_long_as_their_bytes(make_target, h200):
 def test_the_report_has_a_row_per_gpu(h200):
     t = load("llama-3.2-1b", batch=8, seq=4096)
     said = []
-    report = predict(t, [h200, find_gpu("l40s")], said.append)
+    report = predict_target(t, [h200, find_gpu("l40s")], said.append)
     assert [row["gpu"] for row in report.rows] == ["h200", "l40s"]
     assert [row["fits"] for row in report.rows] == [True, False]
     assert report.rows[0]["step_ms"] < report.rows[1]["step_ms"]
     assert report.mode == "predicted" and report.findings and said
     assert "llama-3.2-1b on h200" in report.answer
     assert report.rows[1]["peak_bytes"] > capacity_bytes(find_gpu("l40s"))
+
+
+def test_predicting_a_live_model_leaves_it_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return {"loss": self.linear(x).square().mean()}
+
+    model = Net()
+    weight = model.linear.weight
+    report = predict(model, {"x": torch.zeros(8, 64)}, gpu=["h100-sxm", "a100-80gb"])
+    assert model.linear.weight is weight and weight.grad is None
+    assert [row["gpu"] for row in report.rows] == ["h100-sxm", "a100-80gb"]
+    assert report.gpu == "h100-sxm" and report.before.step_ms > 0
+
+
+def test_a_name_with_a_batch_is_refused():
+    with pytest.raises(ValueError, match="brings its own batch"):
+        predict("gpt2", {"x": torch.zeros(1)})
+    with pytest.raises(ValueError, match="unknown GPU"):
+        predict("gpt2", gpu="h2000")
 
 
 def test_an_l2_resident_product_is_limited_by_flops_alone(make_target, h200):

@@ -13,6 +13,7 @@ import torch
 from nearlight.core.op import Case
 from nearlight.workbench import check as check_module
 from nearlight.workbench.check import check, load_op, reproduce
+from nearlight.workbench.properties import PROPERTIES
 
 TWINS = Path(__file__).with_name("twins.py")
 
@@ -25,16 +26,18 @@ def test_the_sound_op_has_every_property():
     report = check(load_op(str(TWINS)))
     assert report.proof is not None
     assert report.proof.passed, report.rows
-    assert [row["property"] for row in report.rows] == [
+    assert [row["property"] for row in report.rows] == [prop.name for prop in PROPERTIES]
+    judged = [row for row in report.rows if row["status"] == "passed"]
+    assert {row["property"] for row in judged} >= {
         "values",
         "layouts",
         "shapes",
         "lifecycle",
         "extremes",
         "poison",
-    ]
-    assert all(row["num_trials"] > 3 for row in report.rows)
-    assert report.answer == "scale (sound): 6 of 6 properties hold"
+    }
+    assert all(row["num_trials"] > 3 for row in judged)
+    assert report.answer == f"scale (sound): {len(judged)} of {len(judged)} properties hold"
     assert "_scale_fwd_kernel" in report.setup
 
 

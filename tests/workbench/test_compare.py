@@ -1,11 +1,11 @@
-"""Comparing by the tolerance rule: kinds, NaN, overflow, and narrow rows over several draws."""
+"""Comparing by the tolerance rule: kinds, NaN, overflow, and luck that evens out."""
 
 from __future__ import annotations
 
 import torch
 
 from nearlight.core.op import Case
-from nearlight.workbench.compare import Compared, settle, tensor_differs
+from nearlight.workbench.compare import NUM_DRAWS, Compared, settle, tensor_differs
 from nearlight.workbench.trial import Result, Standard, Trial
 
 TRIAL = Trial(Case("4", {"n": 4}, torch.float32))
@@ -68,15 +68,27 @@ def test_a_narrow_result_that_errs_in_every_draw_is():
     assert settle(lambda trial: drawn(trial, 10.0), TRIAL).startswith("output: ")
 
 
-def test_a_wide_row_is_judged_as_it_is():
+def test_a_wide_row_is_drawn_less_often():
     truth = torch.ones(64, dtype=torch.float64)
     plain = torch.ones(64)
-    wrong = compared(plain + 1e-5, plain, truth)
     seeds = []
 
     def compute(trial: Trial) -> Compared:
         seeds.append(trial.seed)
-        return wrong
+        return compared(plain + 1e-5, plain, truth)
 
     assert settle(compute, TRIAL).startswith("output: ")
+    assert len(set(seeds)) == len(seeds) == NUM_DRAWS // 4
+
+
+def test_nan_and_a_wrong_shape_are_no_matter_of_luck():
+    truth = torch.ones(4, dtype=torch.float64)
+    seeds = []
+
+    def compute(trial: Trial) -> Compared:
+        seeds.append(trial.seed)
+        ours = torch.tensor([1.0, 1.0, 1.0, float("nan")]) if not trial.seed else torch.ones(4)
+        return compared(ours, torch.ones(4), truth)
+
+    assert settle(compute, TRIAL) == "output: 1 of 4 elements are NaN"
     assert seeds == [0]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from nearlight.core.op import Case
 from nearlight.workbench.check import check, load_op
+from nearlight.workbench.properties import extremes, size
+from nearlight.workbench.trial import Trial
 
 TWINS = Path(__file__).with_name("twins.py")
 
@@ -92,3 +96,49 @@ def test_extremes_of_the_record_are_proved():
     assert report.proof is not None and report.proof.passed
     found = failures(load_op(f"{TWINS}:MISSES_ERROR"), "extremes")
     assert "the right answer is ValueError" in found["extremes"]
+
+
+def test_errors_are_not_provoked_on_a_gpu():
+    op = load_op(f"{TWINS}:MISSES_ERROR")
+    steps = [
+        {trial.step for trial in extremes.trials(op, False, device)} for device in ("cpu", "cuda")
+    ]
+    assert steps == [{"empty", "wrong width"}, {"empty"}]
+
+
+def test_size_holds_the_last_rows_to_the_reference_of_those_rows():
+    trial = Trial(Case("40x16", {"rows": 40, "columns": 16}, torch.float32))
+    assert size.examine(twin(""), trial, "cpu") == ""
+    assert size.examine(twin("wrong factor"), trial, "cpu").startswith("last rows of gradient of x")
+
+    def wraps_around(x, weight):  # as an int32 offset does: the last row is that of another place
+        good = x * weight
+        return torch.cat([good[:-1], good[:1]])
+
+    op = dataclasses.replace(
+        twin(""), function=wraps_around, reference=lambda x, weight: x * weight
+    )
+    assert size.examine(op, trial, "cpu").startswith("last rows of output 0")
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("rms_norm", {"rows": 20, "N": 24}),
+        ("linear_cross_entropy", {"BT": 20, "H": 16, "V": 40}),
+    ],
+)
+def test_the_large_cases_of_our_ops_hold_in_small(op: str, case: dict[str, int]):
+    record = load_op(op)
+    for large in record.large_cases:
+        assert math.prod(large.shape.values()) > 2**31
+        options = {k: v for k, v in large.options.items() if k != "memory_budget_bytes"}
+        small = dataclasses.replace(large, shape=case, dtype=torch.float32, options=options)
+        assert size.examine(record, Trial(small), "cpu") == ""
+
+
+def test_size_without_a_gpu_or_a_large_case_says_why_it_says_nothing():
+    rows = {row["property"]: row for row in check(load_op("rms_norm"), only=["size"]).rows}
+    assert rows["size"]["status"] == "not applicable" and "GPU" in rows["size"]["reason"]
+    rows = {row["property"]: row for row in check(twin(""), only=["size"]).rows}
+    assert "no case past" in rows["size"]["reason"]

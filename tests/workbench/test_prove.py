@@ -21,7 +21,8 @@ def test_an_op_is_proved_in_a_child_and_its_record_kept(tmp_path: Path):
     assert failed == {}
     kept = json.loads((tmp_path / "scale (sound).json").read_text(encoding="utf-8"))
     assert kept["passed"]
-    assert [row["status"] for row in kept["properties"]] == ["passed"] * len(PROPERTIES)
+    assert [row["property"] for row in kept["properties"]] == [prop.name for prop in PROPERTIES]
+    assert {row["status"] for row in kept["properties"]} <= {"passed", "not applicable"}
     assert kept["machine_code"]["sm_90"]["kernels"][0]["registers"] > 0
     assert kept["machine_code"]["sm_90"]["violations"] == []
     assert "torch" in kept["versions"]

@@ -94,6 +94,6 @@ def test_due_are_changed_ops_and_the_drawn(own_op, tmp_path: Path):
 def test_the_ops_are_listed_with_signature_and_proof():
     report = list_ops()
     row = next(row for row in report.rows if row["op"] == "rms_norm")
-    assert row["signature"].startswith("rms_norm(x")
+    assert row["signature"].startswith("rms_norm(x, weight=None, eps=1e-06")
     assert row["proof"] == "proved" or row["proof"].startswith("out of date: ")
     assert report.answer.startswith(f"{len(report.rows)} ops, ")

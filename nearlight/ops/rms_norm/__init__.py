@@ -245,6 +245,7 @@ OP = Op(
         _case(2, 70_000, torch.bfloat16),
         _case(1, MAX_WIDTH, torch.float32),
     ],
+    large_cases=[_case(600_000, 4096)],
     cost=_cost,
     extra_bytes=_extra_bytes,
     peers={"torch": _torch_peer, "liger": _liger_peer},

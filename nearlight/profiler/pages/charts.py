@@ -33,11 +33,8 @@ def roofline(before: State, after: State | None, gpu: Gpu, pipe: str) -> str:
         axes.draw("flops per byte", "TFLOP/s"),
         f'<polyline class="roof" points="{axes.points(roof)}"/>',
         axes.text(ridge * 2, peak * 1.25, f"{peak:.0f} TFLOP/s dense {pipe}"),
-        axes.text(
-            INTENSITY[0] * 1.3,
-            _roof(INTENSITY[0], gpu, peak) * 2.6,
-            f"{gpu.memory_gbps / 1e3:.2f} TB/s",
-        ),
+        # Beside the middle of the slope, where no op of a model stands.
+        axes.text(12.0, _roof(5.0, gpu, peak), f"{gpu.memory_gbps / 1e3:.2f} TB/s"),
     ]
     longest = max((row.time_ms for row in merged(before.ops)), default=1.0)
     for name, state in (("before", before), ("after", after)):
@@ -53,7 +50,8 @@ def _roof(intensity: float, gpu: Gpu, peak: float) -> float:
 
 
 def _dot(name: str, row: OpRow, axes: _Axes, gpu: Gpu, peak: float, longest: float) -> str:
-    if row.share is None or row.share <= 0:
+    # A call whose data fits in L2 has a share of its arithmetic alone, which says nothing here.
+    if row.share is None or row.share <= 0 or row.bound == "L2":
         return ""
     intensity = row.flops / row.bytes if row.bytes else INTENSITY[1]
     intensity = min(max(intensity, INTENSITY[0]), INTENSITY[1])

@@ -45,7 +45,9 @@ def gib(num_bytes: float) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("", "op", "module") else "right")
+        table.add_column(
+            escape(column), justify="left" if column in ("", "op", "module") else "right"
+        )
     return table
 
 
@@ -143,13 +145,15 @@ def _proof(console: Console, proof: Proof) -> None:
     console.print(f"{verdict}: {escape(proof.method)}", soft_wrap=True, highlight=False)
     if not proof.rows:
         return
-    worst = proof.rows[0]
-    console.print(
-        f"   {len(proof.rows)} quantities; nearest to its limit: {escape(str(worst['name']))}, "
-        f"error {worst.get('error', 0):.1e} (plain PyTorch {worst.get('plain_error', 0):.1e})",
-        soft_wrap=True,
-        highlight=False,
-    )
+    text = f"{len(proof.rows)} quantities"
+    # What was not computed, or is no number, has no error; its reason is below.
+    worst = next((row for row in proof.rows if "error" in row), None)
+    if worst is not None:
+        text += (
+            f"; nearest to its limit: {escape(str(worst['name']))}, error {worst['error']:.1e} "
+            f"(plain PyTorch {worst['plain_error']:.1e})"
+        )
+    console.print(f"   {text}", soft_wrap=True, highlight=False)
     for row in proof.rows:
         if not row["passed"]:
             console.print(

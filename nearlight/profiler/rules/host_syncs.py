@@ -20,7 +20,7 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
     lines = sorted({call.place.line for call in trace.calls if call.name == _READ})
     gain_ms = trace.num_host_syncs * _OPS_UNTIL_AHEAD * ceilings(gpu).host_us_per_op / 1e3
     return evidence.finding(
-        title=f"the host waits for a number {trace.num_host_syncs} times a step",
+        title=f"the host waits for a number from the GPU, {trace.num_host_syncs} × a step",
         evidence=f"values are read at {', '.join(lines) or 'an unknown line'}",
         cause=".item(), bool() or a Python branch on a tensor empties the queue of kernels",
         fix="",

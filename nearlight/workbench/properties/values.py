@@ -41,7 +41,7 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
             turns = range(len(UPSTREAMS))
         else:
             # Over all cases each kind has its turn.
-            turns = range(index, index + (0 if quick else 2))
+            turns = range(index, index + (0 if quick else 4))
         for turn in turns:
             upstream, layout = UPSTREAMS[turn % len(UPSTREAMS)]
             values = kinds[(index + turn) % len(kinds)]
