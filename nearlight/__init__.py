@@ -14,6 +14,7 @@ _HOMES = {
     "unpatch": "nearlight.nn.patch",
     "compare_models": "nearlight.nn.compare",
     "explain": "nearlight.ops",
+    "assert_proved": "nearlight.workbench.prove",
     "ops": "nearlight.ops",
     "nn": "nearlight.nn",
 }
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from nearlight.nn.patch import unpatch as unpatch
     from nearlight.ops import explain as explain
     from nearlight.profiler.predict import predict as predict
+    from nearlight.workbench.prove import assert_proved as assert_proved
 else:
 
     def __getattr__(name: str) -> Any:

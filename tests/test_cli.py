@@ -129,9 +129,9 @@ def test_optimize_reports_before_after_findings_and_a_proof(run, program, tmp_pa
     data = json.loads(report.read_text())
     assert data["mode"] == "predicted" and data["gpu"] == "h200"
     assert data["proof"]["passed"] is True
-    assert {f["fix"] for f in data["findings"] if f["applied"]} == {
-        "patch:rms_norm", "patch:swiglu", "patch:rope", "patch:linear_cross_entropy",
-    }  # fmt: skip
+    # The loss over 128 classes is too small to be worth a fix.
+    applied = {finding["fix"] for finding in data["findings"] if finding["applied"]}
+    assert applied == {"patch:rms_norm", "patch:swiglu", "patch:rope"}
     assert data["after"]["limit_ms"] == data["before"]["limit_ms"]
     assert data["after"]["step_ms"] >= data["after"]["limit_ms"]
     assert page.stat().st_size < 500_000

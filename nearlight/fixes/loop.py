@@ -19,7 +19,7 @@ from nearlight.fixes.program import Measured, Predicted, Program, with_versions
 from nearlight.fixes.proof import prove
 from nearlight.profiler import rules
 from nearlight.profiler import target as targets
-from nearlight.profiler.predict import capacity_bytes
+from nearlight.profiler.predict import capacity_bytes, setup_line
 from nearlight.profiler.target import Target
 
 DEFAULT_GPU = "h200"
@@ -92,7 +92,7 @@ def optimize_target(
         peers: other libraries whose step is measured in the same run; needs a GPU.
         progress: as for `optimize`.
     """
-    check_peers(peers)
+    check_peers(peers, target)
     here = detect_gpu() if gpu is None else None
     chosen = here or find_gpu(gpu or DEFAULT_GPU)
     if peers and here is None:
@@ -124,7 +124,8 @@ def optimize_target(
         target=target.name,
         task=target.task,
         gpu=chosen.key,
-        setup=target.setup + ("" if here or gpu else f"; no GPU here: predicted for {chosen.key}"),
+        setup=setup_line(target)
+        + ("" if here or gpu else f"; no GPU here: predicted for {chosen.key}"),
         versions=with_versions(),
         before=before,
         after=after,

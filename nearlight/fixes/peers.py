@@ -35,11 +35,13 @@ class _Measured:
     peak_bytes: int
 
 
-def check_peers(names: Sequence[str]) -> None:
-    """Raise BadInput for a peer that is not known."""
+def check_peers(names: Sequence[str], target: Target) -> None:
+    """Raise BadInput for a peer that is not known, or where it would change a live model."""
     for name in names:
         if name not in PEERS:
             raise BadInput(f"peer {name!r}: allowed are {', '.join(PEERS)}")
+    if names and target.is_live:
+        raise BadInput("peers change the model they are measured on: name a target, not a model")
 
 
 def step_rows(

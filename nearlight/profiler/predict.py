@@ -41,6 +41,11 @@ PEAK_TENSORS = 40
 OUTSIDE_ALLOCATOR_BYTES = 2 * 2**30
 
 
+def setup_line(target: Target) -> str:
+    """Return line two of a report: what was chosen for the user, the optimizer with it."""
+    return target.setup + (", fused AdamW" if target.task == "train" else "")
+
+
 def step_limit(trace: Trace, gpu: Gpu) -> float:
     """Return the limit of a step in seconds; it is computed once, from the program as found.
 
@@ -193,7 +198,7 @@ def predict_target(
         target=target.name,
         task=target.task,
         gpu=first.key,
-        setup=target.setup,
+        setup=setup_line(target),
         versions={"nearlight": __version__, "torch": torch.__version__},
         before=state,
         findings=rules.find(step, state, first),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import Gpu, ceilings, detect_gpu
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.core.report import Report
+from nearlight.workbench.bench_report import COPY, OURS, Row, peer_versions, report_of
 from nearlight.workbench.compare import Compared, settle
 from nearlight.workbench.record import PACKAGE
 from nearlight.workbench.trial import (
@@ -36,9 +35,10 @@ from nearlight.workbench.trial import (
 )
 
 DIRECTIONS = ("forward", "forward_backward")
-OURS, TORCH, COMPILE, COPY = "nearlight", "torch", "compile", "copy"
+TORCH, COMPILE = "torch", "compile"
 # Measured whenever the op has it; others are asked for by name.
 ALWAYS = (TORCH, COMPILE, "liger")
+ALLOCATOR_BLOCK = 512
 # Sets of inputs that the timer rotates through.
 NUM_SETS = 3
 MIN_REPEATS = 20
@@ -46,7 +46,6 @@ MIN_REPEATS = 20
 NUM_DRAWS = 8
 
 Progress = Callable[[str], None]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,8 @@ def bench(
         >>> from nearlight.workbench.check import load_op
         >>> print(bench(load_op("rms_norm"), peers=["quack"]).answer)  # doctest: +SKIP
     """
+    import platformdirs
+
     from nearlight.profiler.calibrate import versions as versions_of_run
 
     gpu = detect_gpu()
@@ -113,9 +114,9 @@ def bench(
         raise MissingPart("bench measures a GPU and this machine has none that torch sees")
     machine = Machine("cuda", gpu)
     rows = measure(op, machine, peers, cases, directions, progress)
-    root = PACKAGE / "data" if into_repo else _user_folder()
+    root = PACKAGE / "data" if into_repo else Path(platformdirs.user_data_dir("nearlight"))
     path = root / "results" / gpu.key / f"bench-{op.name}.json"
-    report = _report(op, machine, rows, {**versions_of_run(), **_peer_versions()}, path)
+    report = report_of(op, gpu, rows, {**versions_of_run(), **peer_versions()}, path)
     report.save_json(path)
     return report
 
@@ -355,48 +356,7 @@ def _extra_bytes(work: Work, machine: Machine) -> int | None:
     result = _compute(work.function, inputs, work.upstream)
     torch.cuda.synchronize()
     kept = [*result.outputs, *(g for g in result.gradients.values() if g is not None)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    return torch.cuda.max_memory_allocated() - before - sum(storages.values())
-
-
-def _report(
-    op: Op, machine: Machine, rows: list[Row], versions: Mapping[str, str], path: Path
-) -> Report:
-    ours = [row for row in rows if row["implementation"] == OURS and "host_us" not in row]
-    shares = [row["share"] for row in ours if "share" in row]
-    unproved = [row for row in ours if "share" not in row]
-    parts = []
-    if shares:
-        parts.append(f"share of the limit {min(shares):.2f} to {max(shares):.2f}")
-    for name in dict.fromkeys(row["implementation"] for row in rows):
-        ratios = [row["ratio"] for row in rows if row["implementation"] == name and "ratio" in row]
-        if ratios and name != COPY:
-            lost = sum(ratio < 1 for ratio in ratios)
-            parts.append(f"{statistics.median(ratios):.2f} × {name} (slower in {lost})")
-    if unproved:
-        parts.append(f"{len(unproved)} of {len(ours)} without a speed: {unproved[0]['check']}")
-    return Report(
-        verb="bench",
-        answer=f"{op.name} on {machine.gpu.name}: {', '.join(parts)}",
-        target=op.name,
-        gpu=machine.gpu.key,
-        setup="inputs rotated, caches flushed above "
-        f"{timing.GRAPH_BELOW_US:.0f} µs (below: graph replay), interleaved, medians; "
-        "ratio = peer's time ÷ ours",
-        versions=versions,
-        rows=rows,
-        next=f"written to {path}; next: nearlight check {op.name}",
-    )
-
-
-def _peer_versions() -> dict[str, str]:
-    try:
-        return {"liger-kernel": version("liger-kernel")}
-    except PackageNotFoundError:
-        return {}
-
-
-def _user_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("nearlight"))
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    # The allocator gives whole blocks.
+    kept_bytes = sum(-(-size // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK for size in sizes.values())
+    return torch.cuda.max_memory_allocated() - before - kept_bytes

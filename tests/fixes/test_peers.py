@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,9 +12,16 @@ def state(step_ms, peak_bytes):
     return State("measured", step_ms, 1.0, 1.0, peak_bytes, 1.0, 1.0)
 
 
-def test_an_unknown_peer_is_named_with_those_known():
+def test_an_unknown_peer_is_named_with_those_known(make_target):
     with pytest.raises(BadInput, match=r"peer 'linger': allowed are liger"):
-        peers.check_peers(["liger", "linger"])
+        peers.check_peers(["liger", "linger"], make_target())
+
+
+def test_a_live_model_is_not_given_to_peers(make_target):
+    live = dataclasses.replace(make_target(), is_live=True)
+    peers.check_peers([], live)
+    with pytest.raises(BadInput, match="name a target"):
+        peers.check_peers(["liger"], live)
 
 
 def test_every_program_is_a_row_against_ours(make_target, monkeypatch):

@@ -169,19 +169,6 @@ def test_extra_bytes_above_the_declared_are_said():
     assert row["check"].endswith("more extra bytes than declared")
 
 
-def test_the_answer_counts_what_was_lost():
-    rows = [
-        {"implementation": "nearlight", "share": 0.5, "check": ""},
-        {"implementation": "nearlight", "check": "wrong: output"},
-        {"implementation": "torch", "ratio": 0.8, "check": ""},
-        {"implementation": "torch", "ratio": 2.0, "check": ""},
-    ]
-    report = bench_module._report(op_with(), MACHINE, rows, {}, bench_module.PACKAGE)
-    assert "share of the limit 0.50 to 0.50" in report.answer
-    assert "1.40 × torch (slower in 1)" in report.answer
-    assert "1 of 2 without a speed: wrong: output" in report.answer
-
-
 def test_bad_input_is_refused_with_what_is_allowed():
     with pytest.raises(BadInput, match="no peer 'quak'; it has liger, compile"):
         measure(op_with(liger=absent_peer), MACHINE, peers=["quak"])

@@ -141,10 +141,10 @@ def _check_tensors(
         "class_weight": (class_weight, vocab),
         "token_weight": (token_weight, x.shape[:-1]),
     }
-    if x.ndim == 0 or weight.ndim != 2 or weight.shape[0] == 0:
+    if x.ndim == 0 or weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(
             f"linear_cross_entropy: x {tuple(x.shape)} and weight {tuple(weight.shape)}: allowed "
-            "are (..., H) and (V, H) with V ≥ 1"
+            "are (..., H) and (V, H) with V ≥ 1 and H ≥ 1"
         )
     if x.dtype not in FLOATS:
         raise TypeError(f"linear_cross_entropy: x is {x.dtype}: allowed are {FLOATS}")

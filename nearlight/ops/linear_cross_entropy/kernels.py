@@ -288,6 +288,10 @@ def _flat_block(tensor: torch.Tensor, gpu_block: int) -> int:
     return min(triton.next_power_of_2(tensor.numel()), 2**17) if tensor.is_cpu else gpu_block
 
 
+# A program's elements; with 4096 the machine code of sm_120 spills.
+SPLIT_BLOCK = 2048
+
+
 @jit
 def _split_add_kernel(
     upper_ptr, lower_ptr, product_ptr, N,

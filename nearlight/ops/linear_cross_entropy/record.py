@@ -14,6 +14,7 @@ from nearlight.ops.linear_cross_entropy.autograd import VECTOR_BYTES_PER_ROW, ca
 from nearlight.ops.linear_cross_entropy.chunks import plan
 from nearlight.ops.linear_cross_entropy.function import linear_cross_entropy
 from nearlight.ops.linear_cross_entropy.kernels import (
+    SPLIT_BLOCK,
     _cross_entropy_kernel,
     _scale_kernel,
     _split_add_kernel,
@@ -127,7 +128,7 @@ def _builds(arch: str) -> Sequence[KernelBuild]:
                 )
     split = {"upper_ptr": "*bf16", "lower_ptr": "*u8", "product_ptr": "*fp32", "N": "i32:16"}
     for is_first, is_last in ((True, False), (False, False), (False, True)):
-        constants = {"IS_FIRST": is_first, "IS_LAST": is_last, "BLOCK": 4096}
+        constants = {"IS_FIRST": is_first, "IS_LAST": is_last, "BLOCK": SPLIT_BLOCK}
         builds.append(
             KernelBuild(_split_add_kernel, split, constants, num_warps=8, max_registers=64)
         )

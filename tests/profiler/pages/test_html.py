@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nearlight.core.hardware import find_gpu
 from nearlight.core.report import Finding, OpRow, Proof, Report, State
-from nearlight.profiler.pages import charts, html
+from nearlight.profiler.pages import html
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -63,21 +62,6 @@ def test_page_is_small_self_contained_and_escaped(report):
 def test_a_report_without_a_step_says_what_to_do_instead():
     with pytest.raises(ValueError, match="use --json"):
         html.render(Report("doctor", "fine"))
-
-
-def test_a_dot_on_the_roof_is_a_call_at_its_limit():
-    gpu = find_gpu("h200")
-    axes = charts._Axes(charts.INTENSITY, (1.0, 2000.0))
-    row = OpRow("aten::mm", "", 1, 1.0, 1.0, 1.0, "compute", 10**13, 10**9)
-    dot = charts._dot("before", row, axes, gpu, gpu.peak_tflops("bf16"), 1.0)
-    x, y = axes.place(10**4, gpu.peak_tflops("bf16"))
-    assert f'cx="{x:.1f}" cy="{y:.1f}"' in dot
-
-
-def test_memory_bars_are_as_wide_as_their_bytes(report):
-    picture = charts.memory(report.before, None, find_gpu("t4"))
-    widths = [float(part.split('"')[0]) for part in picture.split('width="')[1:]]
-    assert widths[1] / widths[0] == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,55 @@
+"""What `bench` answers: one line over all rows, and the rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nearlight.core import timing
+from nearlight.core.hardware import Gpu
+from nearlight.core.op import Op
+from nearlight.core.report import Report
+
+OURS, COPY = "nearlight", "copy"
+
+Row = dict[str, Any]
+
+
+def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str], path: Path) -> Report:
+    """Return the report of a run's rows; its answer counts lost rows like won ones."""
+    ours = [row for row in rows if row["implementation"] == OURS and "host_us" not in row]
+    shares = [row["share"] for row in ours if "share" in row]
+    unproved = [row for row in ours if "share" not in row]
+    parts = []
+    if shares:
+        parts.append(f"share of the limit {min(shares):.2f} to {max(shares):.2f}")
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        ratios = [row["ratio"] for row in rows if row["implementation"] == name and "ratio" in row]
+        if ratios and name != COPY:
+            lost = sum(ratio < 1 for ratio in ratios)
+            parts.append(f"{statistics.median(ratios):.2f} × {name} (slower in {lost})")
+    if unproved:
+        parts.append(f"{len(unproved)} of {len(ours)} without a speed: {unproved[0]['check']}")
+    return Report(
+        verb="bench",
+        answer=f"{op.name} on {gpu.name}: {', '.join(parts)}",
+        target=op.name,
+        gpu=gpu.key,
+        setup="inputs rotated, caches flushed above "
+        f"{timing.GRAPH_BELOW_US:.0f} µs (below: graph replay), interleaved, medians; "
+        "ratio = peer's time ÷ ours",
+        versions=versions,
+        rows=rows,
+        next=f"written to {path}; next: nearlight check {op.name}",
+    )
+
+
+def peer_versions() -> dict[str, str]:
+    """Return the versions of installed peers."""
+    try:
+        return {"liger-kernel": version("liger-kernel")}
+    except PackageNotFoundError:
+        return {}
