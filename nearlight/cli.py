@@ -150,13 +150,18 @@ def ops(json: JsonOption = None) -> None:
 def check(
     op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
     quick: Annotated[bool, typer.Option("--quick", help="the edit loop: a few seconds")] = False,
+    only: Annotated[list[str] | None, typer.Option("--only", help="prove this property")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cuda runs compiled kernels, cpu interprets them")
+    ] = "cpu",
     json: JsonOption = None,
 ) -> None:
     """Prove an op: values, gradients, layouts, shapes, lifecycle, extremes, poison."""
     from nearlight.workbench.check import check as check_op
     from nearlight.workbench.check import load_op
 
-    report = check_op(load_op(op), quick=quick)
+    with _progress(json) as say:
+        report = check_op(load_op(op), quick, device, tuple(only or ()) or None, progress=say)
     _show(report, json)
     if report.proof is None or not report.proof.passed:
         raise typer.Exit(1)

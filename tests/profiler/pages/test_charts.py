@@ -19,9 +19,8 @@ def test_a_dot_on_the_roof_is_a_call_at_its_limit():
 
 
 def test_memory_bars_are_as_wide_as_their_bytes():
-    picture = charts.memory(
-        state({"parameters": 2**30, "activations": 3 * 2**30}), None, find_gpu("t4")
-    )
+    owners = {"parameters": 2**30, "activations": 3 * 2**30}
+    picture = charts.memory(state(owners), None, find_gpu("t4"))
     widths = [float(part.split('"')[0]) for part in picture.split('width="')[1:]]
     assert widths[1] / widths[0] == pytest.approx(3.0, rel=0.01)
 
