@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from nearlight.core.errors import BadInput
 from nearlight.core.hardware import Gpu
 from nearlight.core.report import State
 from nearlight.fixes.fix import Fix
+from nearlight.profiler.calibrate import versions as versions_of_run
 from nearlight.profiler.capture import Trace, trace
 from nearlight.profiler.measure import Step, measure_state
 from nearlight.profiler.predict import predict_state, step_limit
@@ -195,8 +196,8 @@ class _Found:
             parameter.grad = gradient
 
 
-def with_versions(**extra: Any) -> dict[str, str]:
-    """Return the versions that a report's numbers depend on."""
+def with_versions() -> dict[str, str]:
+    """Return the versions that a report's numbers depend on; on a GPU its driver and the day."""
     import triton
 
     from nearlight import __version__
@@ -205,8 +206,5 @@ def with_versions(**extra: Any) -> dict[str, str]:
         "nearlight": __version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        **extra,
     }
-    if torch.cuda.is_available():
-        versions["cuda"] = str(torch.version.cuda)
-    return versions
+    return versions | versions_of_run() if torch.cuda.is_available() else versions
