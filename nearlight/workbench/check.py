@@ -20,8 +20,10 @@ import triton
 
 import nearlight
 from nearlight.core.errors import BadInput
+from nearlight.core.hardware import detect_gpu
 from nearlight.core.op import Case, Op
 from nearlight.core.report import Proof, Report
+from nearlight.profiler.calibrate import versions as versions_of_run
 from nearlight.workbench.properties import PROPERTIES
 from nearlight.workbench.property import NotApplicable, Property
 from nearlight.workbench.trial import Refused, Rejected, Trial, launches
@@ -93,6 +95,7 @@ def check(
         rows.append(row)
         if progress is not None:
             progress(f"{op.name} {row.property}: {row.status} ({row.seconds:.1f} s)")
+    gpu = None if device == "cpu" else detect_gpu()
     failed = [row for row in rows if row.status == "failed"]
     judged = [row for row in rows if row.status != "not applicable"]
     what = ", ".join(sorted(kernels)) if kernels else "no nearlight kernel: plain PyTorch code"
@@ -106,8 +109,9 @@ def check(
         verb="check",
         answer=verdict,
         target=op.name,
+        gpu=gpu.key if gpu else "",
         setup=f"{'quick' if quick else 'full'} check, {method}",
-        versions=versions(),
+        versions=versions() | (versions_of_run() if gpu else {}),
         proof=Proof(bool(judged) and not failed, (), method),
         rows=as_dicts,
         next=next_step,
