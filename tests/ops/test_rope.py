@@ -239,10 +239,10 @@ def test_tile_edges_as_on_a_gpu(monkeypatch, tile, tokens, num_heads, width, is_
 
 def test_config():
     gpu = find_gpu("h200")
-    # A thread takes one vector of 16 bytes from each half; eight heads share a token's angles.
-    assert config((8192, 32, 8, 64), torch.bfloat16, gpu) == Config(2, 8, 8, 64, False, 4)
-    assert config((8192, 14, 2, 64), torch.float32, gpu) == Config(1, 8, 2, 64, False, 4)
-    assert config((1, 9, 3, 32), torch.bfloat16, gpu) == Config(1, 8, 4, 32, False, 4)
+    # A thread takes two vectors of 16 bytes from each half; 16 heads share a token's angles.
+    assert config((8192, 32, 8, 64), torch.bfloat16, gpu) == Config(2, 16, 8, 64, False, 4)
+    assert config((8192, 14, 2, 64), torch.float32, gpu) == Config(1, 16, 2, 64, False, 4)
+    assert config((1, 9, 3, 32), torch.bfloat16, gpu) == Config(1, 16, 4, 32, False, 4)
     assert config((8192, 1, 1, 512), torch.float64, gpu) == Config(1, 1, 1, 512, False, 4)
     # The interpreter takes 128 tokens of SmolLM2 in two programs, one for q and one for k.
     assert config((128, 9, 3, 32), torch.float32, None) == Config(128, 16, 4, 32, True, 4)

@@ -272,8 +272,8 @@ def _builds(arch: str) -> Sequence[KernelBuild]:
                 if arg not in constants
             }
             signature["positions_ptr"] = "*i64"
-            # 64 registers leave room for half of an SM's threads, which the streams need.
-            builds.append(KernelBuild(_rope_kernel, signature, constants, tile.num_warps, 3, 64))
+            # 80 registers leave room for six programs on an SM, twelve vectors in flight a thread.
+            builds.append(KernelBuild(_rope_kernel, signature, constants, tile.num_warps, 3, 80))
     return builds
 
 

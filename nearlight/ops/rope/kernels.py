@@ -40,8 +40,8 @@ def config(shape: tuple[int, int, int, int], dtype: torch.dtype, gpu: Gpu | None
     tokens, heads, key_heads, half = (triton.next_power_of_2(max(size, 1)) for size in shape)
     if gpu is None:  # each program costs the same, whatever its tile
         elements, max_heads = 1 << 18, 1 << 18
-    else:  # one vector of 16 bytes per thread and half; angles from L1 serve up to eight heads
-        elements, max_heads = 128 * 16 // dtype.itemsize, 8
+    else:  # two vectors of 16 bytes per thread and half; angles from L1 serve up to 16 heads
+        elements, max_heads = 256 * 16 // dtype.itemsize, 16
     block_h = min(max(heads, key_heads), max_heads, max(1, elements // half))
     block_s = min(tokens, max(1, elements // (half * block_h)))
     return Config(
