@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "optimize": "nearlight.fixes.loop",
     "predict": "nearlight.profiler.predict",
+    "save_html": "nearlight.profiler.pages.html",
     "patch": "nearlight.nn.patch",
     "unpatch": "nearlight.nn.patch",
     "compare_models": "nearlight.nn.compare",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from nearlight.nn.patch import patch as patch
     from nearlight.nn.patch import unpatch as unpatch
     from nearlight.ops import explain as explain
+    from nearlight.profiler.pages.html import save_html as save_html
     from nearlight.profiler.predict import predict as predict
     from nearlight.workbench.prove import assert_proved as assert_proved
 else:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearlight import __version__
-from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core import env
+from nearlight.core.errors import BadInput, MissingPart, one_line
 
 if TYPE_CHECKING:
-    from nearlight.core.hardware import Gpu
     from nearlight.core.report import Report
     from nearlight.profiler.target import Target
 
@@ -60,6 +60,10 @@ def doors(
         print(f"nearlight {__version__}")
     elif context.invoked_subcommand is None:
         print(DOORS)
+    else:
+        # A wrong value is told at once, whether the verb comes to read it or not.
+        for name in env.VARIABLES:
+            env.read(name)
 
 
 @app.command()
@@ -79,15 +83,15 @@ def optimize(
     html: HtmlOption = None,
 ) -> None:
     """Find what keeps a model from its limit, fix it step by step, prove it, report."""
-    chosen = _gpu(gpu) if gpu else None
     _writable(json, html)
+    from nearlight.core.hardware import find_gpu
+
+    chosen = find_gpu(gpu).key if gpu is not None else None
     from nearlight.fixes.loop import optimize_target
 
     loaded = _load(target, task, batch, seq, dtype)
     with _progress(json) as say:
-        report = optimize_target(
-            loaded, chosen.key if chosen else None, peers=tuple(vs or ()), progress=say
-        )
+        report = optimize_target(loaded, chosen, peers=tuple(vs or ()), progress=say)
     _show(report, json, html)
     if report.proof is not None and not report.proof.passed:
         raise typer.Exit(1)
@@ -105,8 +109,10 @@ def predict(
     html: HtmlOption = None,
 ) -> None:
     """Predict step time, peak memory and bounds on any GPU of the table, without one."""
-    gpus = [_gpu(name) for name in gpu.split(",")]
     _writable(json, html)
+    from nearlight.core.hardware import find_gpu
+
+    gpus = [find_gpu(name) for name in gpu.split(",")]
     from nearlight.profiler.predict import predict_target
 
     loaded = _load(target, task, batch, seq, dtype)
@@ -118,6 +124,7 @@ def predict(
 @app.command()
 def doctor(json: JsonOption = None) -> None:
     """Say what this machine has and what it lacks."""
+    _writable(json)
     from nearlight.core.doctor import diagnose
 
     _show(diagnose(), json)
@@ -131,6 +138,7 @@ def calibrate(
     json: JsonOption = None,
 ) -> None:
     """Measure what this GPU reaches: copies, matrix products, attention, launches."""
+    _writable(json)
     from nearlight.profiler.calibrate import calibrate as measure
 
     with _progress(json) as say:
@@ -141,6 +149,7 @@ def calibrate(
 @app.command()
 def ops(json: JsonOption = None) -> None:
     """List the ops with their signatures and proofs."""
+    _writable(json)
     from nearlight.workbench.check import list_ops
 
     _show(list_ops(), json)
@@ -157,6 +166,7 @@ def check(
     json: JsonOption = None,
 ) -> None:
     """Prove an op: values, gradients, layouts, shapes, lifecycle, extremes, poison."""
+    _writable(json)
     from nearlight.workbench.check import check as check_op
     from nearlight.workbench.check import load_op
 
@@ -177,6 +187,7 @@ def bench(
     json: JsonOption = None,
 ) -> None:
     """Time an op on this GPU against its peers in the same run; wrong results get no time."""
+    _writable(json)
     from nearlight.workbench.bench import bench as bench_op
     from nearlight.workbench.check import load_op
 
@@ -185,26 +196,19 @@ def bench(
     _show(report, json)
 
 
-def _gpu(name: str) -> Gpu:
-    from nearlight.core.hardware import find_gpu
-
-    try:
-        return find_gpu(name)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-
-
 def _load(target: str, task: str, batch: int | None, seq: int | None, dtype: str | None) -> Target:
     from nearlight.profiler import target as targets
 
     return targets.load(target, task=task, batch=batch, seq=seq, dtype=dtype)
 
 
-def _writable(json: str | None, html: Path | None) -> None:
+def _writable(json: str | None, html: Path | None = None) -> None:
     """Refuse a report path that cannot be written before minutes of work, not after."""
-    for path in (Path(json) if json and json != "-" else None, html):
-        if path is not None and path.is_dir():
-            raise BadInput(f"{path} is a folder; name a file for the report")
+    from nearlight.core.report import require_writable
+
+    for path in (json if json != "-" else None, html):
+        if path is not None:
+            require_writable(path)
 
 
 def _progress(json: str | None) -> Any:
@@ -214,17 +218,22 @@ def _progress(json: str | None) -> Any:
 
 
 def _show(report: Report, json: str | None, html: Path | None = None) -> None:
-    if html is not None:
-        from nearlight.profiler.pages.html import save_html
+    try:
+        if html is not None:
+            from nearlight.profiler.pages.html import save_html
 
-        save_html(report, html)
+            save_html(report, html)
+        if json is not None and json != "-":
+            report.save_json(json)
+    except OSError as error:
+        # It could be written when the work began: the disk is full, the folder gone.
+        raise BadInput(f"the report cannot be written: {one_line(error)}") from None
     if json == "-":
         print(report.to_json())
         return
-    if json is not None:
-        report.save_json(json)
     from rich.console import Console
 
     from nearlight.profiler.pages.terminal import draw
 
-    draw(report, Console())
+    written = {"page": html, "data": json}
+    draw(report, Console(), [f"{kind}: {path}" for kind, path in written.items() if path])

@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from nearlight import cli
+from nearlight.core import ceilings
+from nearlight.core import report as report_module
 
 TINY = """
 import torch
@@ -110,10 +113,111 @@ def test_a_function_that_returns_the_wrong_thing(run, program, tmp_path):
     assert code == 2 and "--batch" in err
 
 
-def test_a_report_path_that_is_a_folder_is_refused_before_the_work(run, program, tmp_path):
-    code, _, err = run("optimize", f"{program}:program", "--json", tmp_path)
-    assert code == 2
-    assert "is a folder" in err
+VERBS = {
+    "optimize": ["gpt2"],
+    "predict": ["gpt2"],
+    "doctor": [],
+    "calibrate": [],
+    "ops": [],
+    "check": ["rms_norm"],
+    "bench": ["rms_norm"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, verb):
+    (tmp_path / "file").write_text("")
+    for place, complaint in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "r.json", "cannot be written"),
+        ("/dev/null", "no ordinary file"),
+    ):
+        options = ["--json"] + (["--html"] if verb in ("optimize", "predict") else [])
+        for option in options:
+            start = time.perf_counter()
+            code, out, err = run(verb, *VERBS[verb], option, place)
+            assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
+            assert complaint in err
+            assert time.perf_counter() - start < 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_that_fills_up_meanwhile_is_one_line(run, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report_module, "write_aside", full)
+    code, _, err = run("ops", "--json", tmp_path / "r.json")
+    assert code == 2 and len(err.strip().splitlines()) == 1
+    assert "the report cannot be written" in err and "No space left" in err
+
+
+SELECTS = """
+import torch
+
+class Selects(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return {"loss": y[y > 0].sum()}
+
+def program():
+    return Selects(), {"x": torch.randn(4, 8)}
+"""
+
+
+def test_shapes_that_depend_on_values_are_one_line(run, tmp_path):
+    path = tmp_path / "selects.py"
+    path.write_text(SELECTS)
+    for verb in ("optimize", "predict"):
+        code, out, err = run(verb, f"{path}:program", "--gpu", "h200")
+        assert (code, out) == (2, "")
+        assert "depend on the values" in err.splitlines()[-1] and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "arguments"),
+    [
+        ("NEARLIGHT_BACKEND", "foo", ["check", "swiglu", "--quick"]),
+        ("NEARLIGHT_BACKEND", "foo", ["predict", "gpt2"]),
+        ("NEARLIGHT", "maybe", ["optimize", "gpt2", "--gpu", "h200"]),
+    ],
+)
+def test_a_wrong_environment_variable_is_one_line(run, monkeypatch, name, value, arguments):
+    monkeypatch.setenv(name, value)
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
+    assert f"{name}={value!r}: allowed are" in err
+
+
+def test_a_damaged_calibration_is_one_line(run, monkeypatch, tmp_path):
+    path = tmp_path / "calibrate.json"
+    path.write_text("{")
+    monkeypatch.setattr(ceilings, "user_path", lambda key: path)
+    code, out, err = run("predict", "gpt2", "--batch", 1, "--seq", 64)
+    assert (code, out) == (2, "") and "Traceback" not in err
+    assert f"{path}: " in err and "delete the file" in err
+
+
+def test_a_gpu_that_is_not_in_the_table_is_one_line(run, monkeypatch):
+    import torch
+
+    properties = SimpleNamespace(name="NVIDIA GeForce RTX 4090 Laptop GPU", total_memory=2**34)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for verb in (["optimize", "gpt2"], ["calibrate"], ["bench", "rms_norm"]):
+        code, out, err = run(*verb)
+        assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
+        assert "--gpu NAME predicts" in err and "rtx-4090" in err
+
+
+def test_a_pipe_the_gpu_lacks_is_one_line(run):
+    code, _, err = run("predict", "gpt2", "--gpu", "t4", "--batch", 1, "--seq", 64)
+    assert code == 2 and "t4 has no bf16" in err and "Traceback" not in err
 
 
 @pytest.mark.slow

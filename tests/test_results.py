@@ -19,14 +19,47 @@ def load(name):
     return json.loads((RESULTS / "h200" / name).read_text(encoding="utf-8"))
 
 
+# Holds a row that no commit of this repository measured, and says so.
+WITHOUT_COMMIT = "kernels-torch.json"
+ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'(=:,])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\\""")
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_each_result_names_its_gpu_driver_versions_day_and_commit(path):
     result = json.loads(path.read_text(encoding="utf-8"))
     assert find_gpu(path.parent.name).key == result["gpu"]
-    for key in ("device", "driver", "torch", "triton", "date", "commit"):
+    for key in ("device", "driver", "torch", "triton", "date"):
         assert result["versions"][key], key
+    if path.name == WITHOUT_COMMIT:
+        assert result["versions"]["commit"] == "" and "it has no commit" in result["source"]
+        return
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["versions"]["date"])
     assert re.fullmatch(r"[0-9a-f]{12}", result["versions"]["commit"])
+
+
+def texts(value):
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for part in value:
+            yield from texts(part)
+    elif isinstance(value, str):
+        yield value
+
+
+def test_an_absolute_path_is_told_from_other_slashes():
+    for path in ("written to /home/me/x.json", "/tmp/a", "file='/mnt/a b'", "C:\\\\Users"):
+        assert ABSOLUTE_PATH.search(path), path
+    for text in ("tokens/s", "forward / backward", "read/written, on and/or", "x // y", "a: b/c/d"):
+        assert not ABSOLUTE_PATH.search(text), text
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "nearlight" / "data").rglob("*.json")), ids=lambda path: path.name
+)
+def test_no_committed_data_names_a_place_on_somebodys_machine(path):
+    found = [text for text in texts(json.loads(path.read_text())) if ABSOLUTE_PATH.search(text)]
+    assert not found
 
 
 @pytest.mark.parametrize("name", OPS)

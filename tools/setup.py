@@ -103,7 +103,8 @@ def install(what: str, arguments: list[str]) -> None:
         if found and found[2]:
             size_mb = float(found[2]) * {"B": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}[found[3]]
             total_mb += size_mb
-            print(f"  downloading {found[1].rsplit('/', 1)[-1]} ({size_mb:.1f} MB)", flush=True)
+            if size_mb >= 1.0:
+                print(f"  downloading {found[1].rsplit('/', 1)[-1]} ({size_mb:.1f} MB)", flush=True)
     if process.wait() != 0:
         sys.exit("".join(lines[-30:]) + f"\ncould not install {what}; the lines above say why")
     print(f"  {what}: {total_mb:.0f} MB downloaded, {time.monotonic() - start:.0f} s", flush=True)

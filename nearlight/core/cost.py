@@ -95,16 +95,22 @@ class Cost:
 
         Different pipes can work at once, so the flop term is the slowest pipe, not their sum.
         """
-        flops_s = max(
-            (flops / (gpu.peak_tflops(pipe) * 1e12) for pipe, flops in self.flops.items()),
+        return max(self.flops_s(gpu), self.bytes_s(gpu))
+
+    def flops_s(self, gpu: Gpu) -> float:
+        """Return the part of the limit that comes from flops alone."""
+        return max(
+            (flops / (gpu.peak_tflops(pipe) * 1e12) for pipe, flops in self.flops.items() if flops),
             default=0.0,
         )
-        return max(flops_s, self.bytes / (gpu.memory_gbps * 1e9))
+
+    def bytes_s(self, gpu: Gpu) -> float:
+        """Return the part of the limit that comes from bytes alone."""
+        return self.bytes / (gpu.memory_gbps * 1e9)
 
     def bound(self, gpu: Gpu) -> Literal["memory", "compute"]:
         """Return which of the two terms sets the limit."""
-        is_memory = self.bytes / (gpu.memory_gbps * 1e9) >= self.limit_s(gpu)
-        return "memory" if is_memory else "compute"
+        return "memory" if self.bytes_s(gpu) >= self.flops_s(gpu) else "compute"
 
 
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Cost]

@@ -11,22 +11,35 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import re
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nearlight.core import env
+from nearlight.core import compile_cache
 from nearlight.core.cuda_arguments import Parameter, parameters, typed_arguments
+from nearlight.core.cuda_sources import has_macro_header, include_path, sources
 
-INCLUDE = Path(__file__).parent / "include"
-_INCLUDE_LINE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+# What every kernel is compiled with; part of the cache's key.
+_FIXED: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
+# Options that are not the caller's, by what to do instead.
+_NOT_OPTIONS = {
+    **{name: f"it is always {value!r}" for name, value in _FIXED.items()},
+    "name": "it is the file's",
+    "arch": "compile takes it",
+    "define_macro": "use defines",
+    "include_path": "headers lie beside the .cu file, below it or in nearlight/core/include",
+    "extra_sources": "include them",
+    **dict.fromkeys(
+        ("pre_include", "pch", "create_pch", "use_pch", "pch_dir"),
+        "an edit of that file would go unnoticed; include the header in the .cu file",
+    ),
+}
 
 
 class CompileError(ValueError):
@@ -35,30 +48,39 @@ class CompileError(ValueError):
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one arch: the bytes, the kernel's mangled name and the compiler's log."""
+    """Machine code for one arch: the bytes, the kernel's mangled name and the compiler's log.
+
+    `parameters` are those of the source it was compiled from, whatever the file says by now.
+    """
 
     code: bytes
     symbol: str
     arch: str
     log: str
+    parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A `__global__` function of a .cu file, compiled on the first launch on each arch.
 
+    An edit of the file is seen by the next `compile` and by the first launch of a new Kernel.
+
     Attributes:
         path: the .cu file.
         name: the function; with template arguments ("copy<float, 4>") where it is a template.
         defines: preprocessor definitions by name.
-        options: further NVRTC options by the names of `cuda.core.ProgramOptions`.
+        options: further NVRTC options by the names of `cuda.core.ProgramOptions`; those that
+            nearlight sets itself are refused.
     """
 
     path: Path
     name: str
     defines: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
-    _loaded: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    _loaded: dict[int, tuple[Any, tuple[Parameter, ...]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -85,23 +107,24 @@ class _Launcher:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
         if device is None:
             raise TypeError(f"{self.kernel.name}: a launch needs at least one tensor argument")
-        values = typed_arguments(self.kernel.name, _parameters_of(self.kernel), args, device)
-        if 0 in self.grid:
-            return
         if device.type == "cpu":
-            _emulator().launch(self.kernel, self.grid, self.block, args, self.shared_bytes)
+            typed_arguments(self.kernel.name, self.kernel.parameters, args, device)
+            if 0 not in self.grid:
+                _emulator().launch(self.kernel, self.grid, self.block, args, self.shared_bytes)
             return
         with torch.cuda.device(device):
-            self._launch(device, values)
+            self._launch(device, args)
 
-    def _launch(self, device: torch.device, values: list[Any]) -> None:
+    def _launch(self, device: torch.device, args: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig, launch
 
         context = _context(device.index)
-        function = self.kernel._loaded.get(device.index)
-        if function is None:
-            function = _load(self.kernel, context)
-            self.kernel._loaded[device.index] = function
+        if device.index not in self.kernel._loaded:
+            self.kernel._loaded[device.index] = _load(self.kernel, context)
+        function, declared = self.kernel._loaded[device.index]
+        values = typed_arguments(self.kernel.name, declared, args, device)
+        if 0 in self.grid:
+            return
         config = LaunchConfig(grid=self.grid, block=self.block, shmem_size=self.shared_bytes)
         stream = context.create_stream(_TorchStream(torch.cuda.current_stream(device)))
         launch(stream, config, function, *values)
@@ -126,12 +149,12 @@ def _context(index: int) -> Any:
     return context
 
 
-def _load(kernel: Kernel, context: Any) -> Any:
+def _load(kernel: Kernel, context: Any) -> tuple[Any, tuple[Parameter, ...]]:
     from cuda.core import ObjectCode
 
     major, minor = context.compute_capability
     cubin = kernel.compile(f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
-    return ObjectCode.from_cubin(cubin.code).get_kernel(cubin.symbol)
+    return ObjectCode.from_cubin(cubin.code).get_kernel(cubin.symbol), cubin.parameters
 
 
 def _emulator() -> Any:
@@ -144,11 +167,6 @@ def _emulator() -> Any:
             "CUDA C++ on CPU tensors needs the emulator, which this version of nearlight does not "
             "have; move the tensors to a GPU"
         ) from None
-
-
-@lru_cache
-def _parameters_of(kernel: Kernel) -> tuple[Parameter, ...]:
-    return kernel.parameters
 
 
 def _triple(size: int | Sequence[int]) -> tuple[int, int, int]:
@@ -168,9 +186,9 @@ def compile_kernel(
 ) -> Cubin:
     """Compile one kernel of a .cu file for an arch; the result is cached on disk.
 
-    The cache key holds the source, every header it includes by quotes, defines, options, the
-    compiler's version and the arch. Entries are written aside and renamed, so any number of
-    processes may compile the same kernel at once.
+    The cache key holds the source, every header in reach of it, defines, options, the compiler's
+    version and the arch. A file that includes a header by a macro (`#include HEADER`) is compiled
+    each time, for only the compiler knows that header.
 
     Args:
         path: the .cu file.
@@ -184,76 +202,80 @@ def compile_kernel(
 
     Raises:
         CompileError: the compiler's messages, with the source's own lines.
-        ValueError: an arch that is not of the form sm_NN.
+        ValueError: an arch that is not of the form sm_NN, an option that is unknown or nearlight's
+            own, or a kernel that the file does not define exactly once.
     """
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ValueError(f"arch={arch!r}: expected a name like sm_80, sm_90a or sm_120")
-    digest = hashlib.sha256()
-    for file, text in sorted(sources(path).items()):
-        digest.update(f"{file}\0{text}\0".encode())
-    digest.update(repr((name, arch, tuple(defines), tuple(options), _compiler_version())).encode())
-    entry = Path(env.read("NEARLIGHT_CACHE")) / "cuda" / f"{digest.hexdigest()}.cubin"
-    try:
-        symbol, log, code = entry.read_bytes().split(b"\0", 2)
-        return Cubin(code, symbol.decode(), arch, log.decode())
-    except FileNotFoundError:
-        pass
-    cubin = _compile(path, name, arch, defines, options)
-    _store(entry, b"\0".join((cubin.symbol.encode(), cubin.log.encode(), cubin.code)))
-    return cubin
-
-
-def sources(path: Path) -> dict[str, str]:
-    """Return the text of a .cu file and of every header it includes by quotes, by file name."""
+    _check_options(options)
     path = Path(path)
-    found: dict[str, str] = {path.name: path.read_text(encoding="utf-8")}
-    waiting = [(path.parent, found[path.name])]
-    while waiting:
-        folder, text = waiting.pop()
-        for header in _INCLUDE_LINE.findall(text):
-            if header in found:
-                continue
-            file = next((f / header for f in (folder, INCLUDE) if (f / header).is_file()), None)
-            if file is not None:
-                found[header] = file.read_text(encoding="utf-8")
-                waiting.append((file.parent, found[header]))
-    return found
+    texts = sources(path)
+    declared = parameters(texts[path.name], name)
+    settings = (name, arch, tuple(defines), tuple(options), sorted(_FIXED.items()))
+    entry = _cache_entry(texts, settings)
+    is_followed = not has_macro_header(texts)
+    if is_followed and (content := compile_cache.load(entry)) is not None:
+        symbol, log, code = content.split(b"\0", 2)
+        return Cubin(code, symbol.decode(), arch, log.decode(), declared)
+    code, mangled, text = _compile(path, texts[path.name], name, arch, defines, options)
+    if is_followed:
+        compile_cache.store(entry, b"\0".join((mangled.encode(), text.encode(), code)))
+    return Cubin(code, mangled, arch, text, declared)
+
+
+def _check_options(options: Sequence[tuple[str, Any]]) -> None:
+    from cuda.core import ProgramOptions
+
+    allowed = [f.name for f in fields(ProgramOptions) if f.name not in _NOT_OPTIONS]
+    for name, _ in options:
+        if name in _NOT_OPTIONS:
+            raise ValueError(f"options: `{name}` is not for the caller: {_NOT_OPTIONS[name]}")
+        if name not in allowed:
+            near = get_close_matches(name, allowed, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else f"; allowed are {', '.join(allowed)}"
+            raise ValueError(f"options: there is no `{name}`{hint}")
+
+
+def _cache_entry(texts: dict[str, str], settings: tuple[Any, ...]) -> Path:
+    digest = hashlib.sha256(repr((settings, _compiler_version())).encode())
+    for file, text in sorted(texts.items()):
+        content = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+        digest.update(f"{file}\0{content}\0".encode("utf-8", "surrogateescape"))
+    return compile_cache.entry_of("cuda", f"{digest.hexdigest()}.cubin")
 
 
 def _compile(
     path: Path,
+    source: str,
     name: str,
     arch: str,
     defines: Sequence[tuple[str, str]],
     options: Sequence[tuple[str, Any]],
-) -> Cubin:
+) -> tuple[bytes, str, str]:
+    """Return the code, the kernel's mangled name and the compiler's log."""
     from cuda.core import Program, ProgramOptions
 
-    source = path.read_text(encoding="utf-8")
-    parameters(source, name)  # a kernel that is not there is named before the compiler starts
+    settings = ProgramOptions(
+        # with its folder, or NVRTC takes quoted headers from the working directory first
+        name=str(path.absolute()),
+        arch=arch,
+        include_path=[str(folder) for folder in include_path(path)],
+        define_macro=[tuple(d) for d in defines] or None,
+        **_FIXED,
+        **dict(options),
+    )
     log = _Log()
     try:
-        program = Program(
-            f'#line 1 "{path.name}"\n{source}',
-            "c++",
-            ProgramOptions(
-                name=path.name,
-                arch=arch,
-                std="c++17",
-                lineinfo=True,
-                ptxas_options=["-v"],
-                include_path=[str(INCLUDE), str(path.parent), *_system_includes()],
-                define_macro=[tuple(d) for d in defines] or None,
-                **dict(options),
-            ),
-        )
+        program = Program(f'#line 1 "{path.name}"\n{source}', "c++", settings)
         compiled = program.compile("cubin", name_expressions=(name,), logs=log)
     except Exception as error:
         # cuda-core wraps NVRTC's log into exceptions of several types, by version.
         raise CompileError(f"{path.name} does not compile for {arch}:\n{error}\n{log}") from None
     symbol = compiled.symbol_mapping[name]
-    return Cubin(
-        bytes(compiled.code), symbol if isinstance(symbol, str) else symbol.decode(), arch, str(log)
+    return (
+        bytes(compiled.code),
+        symbol if isinstance(symbol, str) else symbol.decode(),
+        str(log),
     )
 
 
@@ -268,14 +290,6 @@ class _Log:
         return "".join(self._parts).replace("\0", "").strip()
 
 
-def _store(entry: Path, content: bytes) -> None:
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=entry.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    Path(name).replace(entry)
-
-
 @lru_cache
 def _compiler_version() -> tuple[int, int]:
     from cuda.bindings import nvrtc
@@ -284,16 +298,3 @@ def _compiler_version() -> tuple[int, int]:
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"NVRTC does not answer ({error}); try: pip install 'nearlight[cuda]'")
     return major, minor
-
-
-@lru_cache
-def _system_includes() -> tuple[str, ...]:
-    """Folders with cuda_fp16.h and cuda_bf16.h: Triton's wheel carries them all."""
-    import triton
-
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    if not (folder / "cuda_bf16.h").is_file():
-        raise RuntimeError(
-            "no CUDA headers in the installed triton; pip install 'triton>=3.6,<3.10'"
-        )
-    return (str(folder),)

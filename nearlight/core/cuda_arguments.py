@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# Comments and literals; a literal may hold what looks like a comment or a kernel.
+_NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+_TEMPLATE = re.compile(r"\btemplate\s*<([^<>]*)>(?:\s|extern|static|inline)*$")
+_QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b")
 
-# C++ scalar types of kernel parameters by their numpy type; a Python number is converted to it.
+# C++ scalar types of kernel parameters by their numpy type; a number is converted to it.
 SCALARS: dict[str, type[np.generic]] = {
     "bool": np.bool_,
     "char": np.int8,
@@ -21,7 +24,6 @@ SCALARS: dict[str, type[np.generic]] = {
     "short": np.int16,
     "unsigned short": np.uint16,
     "int": np.int32,
-    "unsigned": np.uint32,
     "unsigned int": np.uint32,
     "long": np.int64,
     "long long": np.int64,
@@ -46,12 +48,16 @@ POINTEES: dict[str, torch.dtype] = {
     "__half": torch.float16,
     "half": torch.float16,
     "__nv_bfloat16": torch.bfloat16,
+    "short": torch.int16,
+    "int16_t": torch.int16,
     "int": torch.int32,
     "int32_t": torch.int32,
+    "long": torch.int64,
     "long long": torch.int64,
     "int64_t": torch.int64,
     "unsigned char": torch.uint8,
     "uint8_t": torch.uint8,
+    "signed char": torch.int8,
     "int8_t": torch.int8,
     "bool": torch.bool,
 }
@@ -59,7 +65,7 @@ POINTEES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel as its source declares it."""
+    """One parameter of a kernel as its source declares it; `type` is a pointer's pointee."""
 
     name: str
     type: str
@@ -69,41 +75,89 @@ class Parameter:
 def parameters(source: str, name: str) -> tuple[Parameter, ...]:
     """Return the parameters of kernel `name` in CUDA C++ source.
 
+    Template parameters that the name gives ("copy<float, 4>") are put in.
+
     Raises:
-        ValueError: there is no such kernel; those that exist are named.
+        ValueError: there is no such kernel (those that exist are named), or several definitions
+            of it, in branches of `#if` or as overloads, take different types.
     """
-    text = _COMMENT.sub(" ", source)
-    plain = name.split("<")[0].split("::")[-1]
-    found = re.search(rf"__global__[^;{{}}]*?\b{re.escape(plain)}\s*\(", text)
-    if found is None:
+    text = _NO_CODE.sub(" ", source)
+    plain = name.split("<")[0].split("::")[-1].strip()
+    defined: list[tuple[list[str], dict[str, str]]] = []
+    declared: list[tuple[list[str], dict[str, str]]] = []
+    for match in re.finditer(rf"__global__[^;{{}}]*?\b{re.escape(plain)}\s*\(", text):
+        parts, end = _split(text[match.end() :])
+        given = _template_arguments(text[: match.start()], name)
+        is_definition = text[match.end() + end :].lstrip().startswith("{")
+        (defined if is_definition else declared).append((parts, given))
+    if not defined and not declared:
         known = re.findall(
             r"__global__[^;{}(]*?(?:__launch_bounds__\([^)]*\)[^;{}(]*?)?(\w+)\s*\(", text
         )
         raise ValueError(
             f"no kernel {plain!r} in the source; it has {', '.join(sorted(set(known))) or 'none'}"
         )
-    inside, depth, parts, current = text[found.end() :], 0, [], ""
-    for character in inside:
+    found = [tuple(_parameter(part, g) for part in parts) for parts, g in defined or declared]
+    kinds = {tuple((p.type, p.is_pointer) for p in each): each for each in found}
+    if len(kinds) > 1:
+        lists = " and ".join(f"({_written(each)})" for each in kinds.values())
+        raise ValueError(
+            f"kernel {plain!r} has several definitions, which take {lists}; which one is compiled "
+            "cannot be read from the source: give each a name of its own"
+        )
+    return found[0]
+
+
+def _split(text: str) -> tuple[list[str], int]:
+    """Split a list at its commas up to its closing parenthesis; return where it ends, too."""
+    depth, parts, start = 0, [], 0
+    for index, character in enumerate(text):
         if character == ")" and depth == 0:
             break
         depth += {"(": 1, "<": 1, ")": -1, ">": -1}.get(character, 0)
         if character == "," and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += character
-    parts.append(current)
-    return tuple(_parameter(part) for part in parts if part.strip())
+            parts.append(text[start:index])
+            start = index + 1
+    else:
+        index = len(text)
+    parts.append(text[start:index])
+    return [part for part in parts if part.strip()], index + 1
 
 
-def _parameter(text: str) -> Parameter:
-    text = re.sub(r"\b(const|volatile|__restrict__|__grid_constant__|restrict)\b", " ", text)
-    is_pointer = "*" in text or "[" in text
-    words = re.sub(r"\[[^\]]*\]|[*&]", " ", text).split()
-    if len(words) < 2:
+def _template_arguments(before: str, name: str) -> dict[str, str]:
+    """Return the arguments in a kernel's name by the template parameters declared before it."""
+    header = _TEMPLATE.search(before)
+    if header is None or "..." in header[1]:
+        return {}
+    names = [part.split("=")[0].split()[-1] for part in header[1].split(",") if part.strip()]
+    values, _ = _split(name.partition("<")[2].rpartition(">")[0])
+    return dict(zip(names, map(str.strip, values), strict=False))
+
+
+def _parameter(text: str, given: dict[str, str]) -> Parameter:
+    text = re.sub(r"\b[A-Za-z_]\w*", lambda word: given.get(word[0], word[0]), text)
+    text = _QUALIFIER.sub(" ", text)
+    text = text.split("=")[0]  # without a default value
+    outside = re.sub(r"<.*>", "", text, flags=re.DOTALL)  # Pair<int*, float> is no pointer
+    levels = outside.count("*") + ("[" in outside)
+    words = re.sub(r"\[[^\]]*\]|[*&](?![^<]*>)", " ", text).split()
+    if len(words) < 2 or "#" in text or not words[-1].isidentifier():
         raise ValueError(f"cannot read the kernel parameter {text.strip()!r}")
-    base = " ".join(words[:-1])
-    return Parameter(words[-1], base.removeprefix("std::"), is_pointer)
+    base = " ".join(words[:-1]).removeprefix("std::")
+    return Parameter(words[-1], base + "*" * (levels - 1), levels > 0)
+
+
+def _written(declared: Sequence[Parameter]) -> str:
+    return ", ".join(f"{p.type}{'*' if p.is_pointer else ''} {p.name}" for p in declared)
+
+
+def _known_type(written: str) -> str:
+    """Return the one spelling that the tables hold of C++'s many for an integer type."""
+    words = written.split()
+    if not set(words) <= {"signed", "unsigned", "short", "long", "int"}:
+        return written
+    sign = ["unsigned"] if "unsigned" in words else []
+    return " ".join(sign + ([w for w in words if w in ("short", "long")] or ["int"]))
 
 
 def typed_arguments(
@@ -116,8 +170,8 @@ def typed_arguments(
         ValueError: a number that the parameter's type cannot hold, or a tensor elsewhere.
     """
     if len(args) != len(declared):
-        wants = ", ".join(f"{p.type}{'*' if p.is_pointer else ''} {p.name}" for p in declared)
-        raise TypeError(f"{name} takes {len(declared)} arguments ({wants}); got {len(args)}")
+        wants = f"{len(declared)} arguments ({_written(declared)})"
+        raise TypeError(f"{name} takes {wants}; got {len(args)}")
     return [
         _pointer(name, parameter, value, device)
         if parameter.is_pointer
@@ -136,7 +190,8 @@ def _pointer(name: str, parameter: Parameter, value: Any, device: torch.device) 
         )
     if value.device != device:
         raise ValueError(f"{name}: {parameter.name} is on {value.device}, the launch on {device}")
-    expected = POINTEES.get(parameter.type)
+    is_address = parameter.type.endswith("*")  # a pointer to pointers takes them as numbers
+    expected = torch.int64 if is_address else POINTEES.get(_known_type(parameter.type))
     if expected is not None and value.dtype != expected:
         raise TypeError(
             f"{name}: {parameter.name} points to {parameter.type} and takes {expected}; "
@@ -146,20 +201,49 @@ def _pointer(name: str, parameter: Parameter, value: Any, device: torch.device) 
 
 
 def _scalar(name: str, parameter: Parameter, value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value
-    kind = SCALARS.get(parameter.type)
+    what = f"{name}: {parameter.name}"
+    kind = SCALARS.get(_known_type(parameter.type))
     if kind is None:
+        if isinstance(value, np.generic):
+            return value
         raise TypeError(
-            f"{name}: {parameter.name} has the type {parameter.type}, which a Python number does "
-            "not fix; pass a numpy scalar of the right size"
+            f"{what} has the type {parameter.type}, whose size is not known here; pass a numpy "
+            "scalar of exactly its size (np.float32: 4 bytes, np.int64: 8 bytes), "
+            f"not {type(value).__name__}"
         )
+    number = _number(value)
+    if number is None:
+        raise TypeError(f"{what} is {parameter.type} and takes a number; got {value!r}")
     if issubclass(kind, np.floating):
-        return kind(value)
-    if isinstance(value, float) and not value.is_integer():
-        raise ValueError(f"{name}: {parameter.name} is {parameter.type}; got {value!r}")
-    if kind is not np.bool_:
-        limits = np.iinfo(kind)  # type: ignore[type-var]  # kind is an integer type here
-        if not limits.min <= int(value) <= limits.max:
-            raise ValueError(f"{name}: {parameter.name}={value} does not fit {parameter.type}")
-    return kind(value)
+        return _float(what, parameter.type, kind, number)
+    if isinstance(number, float):
+        if not number.is_integer():
+            raise ValueError(f"{what} is {parameter.type}; got {value!r}")
+        number = int(number)
+    low, high = (0, 1) if kind is np.bool_ else _limits(kind)
+    if not low <= number <= high:
+        raise ValueError(f"{what}={value} does not fit {parameter.type}")
+    return kind(number)
+
+
+def _number(value: Any) -> int | float | None:
+    """Return a number, a numpy scalar or a one-element tensor as a Python number, else None."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    return value if isinstance(value, int | float) else None
+
+
+def _float(what: str, written: str, kind: type[np.floating[Any]], number: int | float) -> Any:
+    try:
+        with np.errstate(over="ignore"):
+            converted = kind(number)
+    except OverflowError:  # an int beyond every float
+        converted = kind(np.inf)
+    if np.isinf(converted) and number not in (float("inf"), float("-inf")):
+        raise ValueError(f"{what}={number} does not fit {written}")
+    return converted
+
+
+def _limits(kind: type[np.generic]) -> tuple[int, int]:
+    limits = np.iinfo(kind)  # type: ignore[type-var]  # kind is an integer type here
+    return int(limits.min), int(limits.max)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nearlight.core.errors import BadInput
 from nearlight.core.report import Report
 
 Row = dict[str, Any]
 
 KERNEL = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] += 1.0f; }\n'
-OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+# From the first version on, up to and without the second: as pyproject.toml asks of pip.
+SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "torch": ((2, 11), None),
+    "triton": ((3, 6), (3, 10)),
+}
 
 
 def diagnose() -> Report:
@@ -54,11 +60,12 @@ def _package(name: str) -> Callable[[], Row]:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return _row(name, "broken", "not installed", f"pip install {name}")
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        oldest = OLDEST[name]
-        if numbers < oldest:
-            wanted = ".".join(map(str, oldest))
-            return _row(name, "broken", version, f"pip install '{name}>={wanted}'")
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        oldest, beyond = SUPPORTED[name]
+        if numbers < oldest or (beyond is not None and numbers >= beyond):
+            wanted = f"{name}>={oldest[0]}.{oldest[1]}"
+            wanted += f",<{beyond[0]}.{beyond[1]}" if beyond else ""
+            return _row(name, "broken", version, f"pip install '{wanted}'")
         return _row(name, "ok", version)
 
     return check
@@ -77,8 +84,8 @@ def _gpu() -> Row:
     name = torch.cuda.get_device_name()
     try:
         gpu = detect_gpu()
-    except ValueError as error:
-        return _row("gpu", "broken", str(error), "nearlight calibrate")
+    except BadInput as error:
+        return _row("gpu", "broken", str(error), "nearlight predict TARGET --gpu NAME")
     return _row("gpu", "ok", f"{name} ({gpu.key})" if gpu else name)
 
 
@@ -125,12 +132,12 @@ def _weights() -> Row:
 def _cache() -> Row:
     from nearlight.core import env
 
-    folder = Path(env.read("NEARLIGHT_CACHE"))
     try:
+        folder = Path(env.read("NEARLIGHT_CACHE"))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
-    except OSError as error:
+    except (OSError, BadInput) as error:
         return _row(
             "cache folder", "broken", str(error), "set NEARLIGHT_CACHE to a writable folder"
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearlight.core.errors import BadInput
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -19,12 +21,12 @@ class Variable:
     reason: str
 
     def read(self) -> Any:
-        """Return the parsed value of the variable, or of its default where it is unset."""
+        """Return the parsed value, of the default where it is unset; BadInput if it has none."""
         text = os.environ.get(self.name, self.default)
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ValueError(f"{self.name}={text!r}: {error}") from None
+            raise BadInput(f"{self.name}={text!r}: {error}") from None
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -42,7 +44,10 @@ def _switch(text: str) -> bool:
 
 def _folder(text: str) -> Path:
     if text:
-        return Path(text).expanduser()
+        folder = Path(text).expanduser()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError("this is a file; name a folder")
+        return folder
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("nearlight"))
@@ -62,7 +67,8 @@ VARIABLES = {
             "NEARLIGHT_CACHE",
             "",
             _folder,
-            "folder for compiled kernels and converted weights (default: the user's cache folder)",
+            "folder for compiled kernels and converted weights (default: the user's cache folder); "
+            "where it cannot be written, kernels are compiled anew by each process",
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""The two errors that the command line answers with one line and exit code 2."""
+"""The two errors that the command line answers with one line and exit code 2, and that line."""
 
 
 class BadInput(ValueError):
@@ -13,3 +13,8 @@ class MissingPart(RuntimeError):
 
     The command line prints the message alone, without a traceback.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """Return another error's type and message as one line, cut to 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

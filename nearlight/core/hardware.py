@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from nearlight.core.errors import BadInput
+
 if TYPE_CHECKING:
     from nearlight.core.ceilings import Ceilings
 
@@ -86,9 +88,9 @@ class Gpu(Chip):
         return self.num_sms * self.tensor_cores_per_sm
 
     def peak_tflops(self, pipe: str) -> float:
-        """Return the dense peak of a pipe; raise ValueError where the GPU has no such pipe."""
+        """Return the dense peak of a pipe; raise BadInput where the GPU has no such pipe."""
         if pipe not in self.peaks_tflops:
-            raise ValueError(
+            raise BadInput(
                 f"{self.key} has no {pipe!r} pipe: it has {', '.join(self.peaks_tflops)}"
             )
         return self.peaks_tflops[pipe]
@@ -343,7 +345,7 @@ def find_gpu(name: str) -> Gpu:
         name: "h100-sxm", "H100", "NVIDIA H100 80GB HBM3", "rtx 4090", ...
 
     Raises:
-        ValueError: the table has no such GPU; the message offers the nearest keys.
+        BadInput: the table has no such GPU; the message offers the nearest keys.
 
     Example:
         >>> find_gpu("NVIDIA A100-SXM4-80GB").key
@@ -355,15 +357,15 @@ def find_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(squeezed, _BY_SPELLING, n=3, cutoff=0.5)
     nearest = list(dict.fromkeys(_BY_SPELLING[spelling] for spelling in close))
     hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
-    raise ValueError(f"unknown GPU {name!r}: {hint}known are {', '.join(GPUS)}")
+    raise BadInput(f"unknown GPU {name!r}: {hint}known are {', '.join(GPUS)}")
 
 
 def gpu_from_device_name(name: str) -> Gpu:
-    """Return the GPU that the driver calls `name`; ValueError with the nearest keys if none."""
+    """Return the GPU that the driver calls `name`; BadInput with the nearest keys if none."""
     try:
         return find_gpu(name)
-    except ValueError as error:
-        raise ValueError(f"this machine's GPU is not in the table: {error}") from None
+    except BadInput as error:
+        raise BadInput(f"GPU not in the table; --gpu NAME predicts: {error}") from None
 
 
 def detect_gpu(device: int | None = None) -> Gpu | None:
@@ -373,8 +375,7 @@ def detect_gpu(device: int | None = None) -> Gpu | None:
         device: index; the current device by default.
 
     Raises:
-        ValueError: the GPU is not in the table, or shows another memory size than its row, as a
-            slice (MIG, vGPU) does: its limits would be wrong.
+        BadInput: the GPU has no row in the table, or another memory size (a MIG or vGPU slice).
     """
     import torch
 
@@ -385,9 +386,9 @@ def detect_gpu(device: int | None = None) -> Gpu | None:
     )
     gpu = gpu_from_device_name(properties.name)
     if abs(properties.total_memory / gpu.memory_bytes - 1) > 0.1:
-        raise ValueError(
+        raise BadInput(
             f"{properties.name} shows {properties.total_memory / 2**30:.1f} GiB where {gpu.key} "
-            f"has {gpu.memory_bytes / 2**30:.1f}: a slice of a GPU has no row in the table"
+            f"has {gpu.memory_bytes / 2**30:.1f}: a slice has no row; --gpu NAME predicts"
         )
     return gpu
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
-from math import isfinite
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from math import hypot, inf, isfinite
 
 import torch
 
@@ -11,6 +12,12 @@ import torch
 PLAIN_FACTOR = 2.0
 # ... plus this many units in the last place of the output dtype, at the row's scale.
 FLOOR_ULP = 2.0
+# What breaks the rule is drawn again with this many other inputs, an odd number: two roundings
+# alone (a scalar loss) compare so badly that fewer let sound results fail or faults pass.
+NUM_DRAWS = 31
+# ... unless an error is this many times its limit. Where one rounding is held to another, 0.1% of
+# sound results are, since P(|a / b| > 2 × 300) = 0.001 for two normal errors a and b.
+BEYOND_LUCK = 300.0
 # Errors are taken in blocks of rows of about this size: the gradient of a vocabulary in fp64 is
 # gigabytes, and its copies would not fit beside it.
 BLOCK_ELEMENTS = 1 << 24
@@ -20,49 +27,101 @@ BLOCK_ELEMENTS = 1 << 24
 class Errors:
     """An error taken three ways against the truth, all relative.
 
+    Rows fainter than eps beside the largest row are taken by themselves: where they cancel, plain
+    PyTorch errs as much as they are large, and that must not excuse the other rows.
+
     Attributes:
-        max_at_row_scale: largest absolute error over the largest magnitude of its row.
+        max_at_row_scale: largest absolute error over its row's scale, the power of two at or below
+            the row's largest magnitude: eps of it is exactly one unit in the last place there.
         worst_row: largest relative 2-norm of a row's error.
         whole: relative 2-norm of the whole tensor's error.
+        faint_max_at_row_scale: the first measure, of faint rows.
+        faint_worst_row: the second measure, of faint rows.
     """
 
     max_at_row_scale: float
     worst_row: float
     whole: float
+    faint_max_at_row_scale: float = 0.0
+    faint_worst_row: float = 0.0
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The tolerance rule's answer for one tensor."""
+    """The tolerance rule's answer for one tensor.
+
+    Attributes:
+        passed: whether every measure is within its limit.
+        ours: our errors.
+        plain: plain PyTorch's errors.
+        allowed: the limits.
+        reason: which measures are beyond their limit, or what else is wrong.
+        floor: the part of the limits that does not depend on plain PyTorch.
+        truth_norm: 2-norm of the truth.
+        num_draws: further draws that decided; 0 where the first one did.
+    """
 
     passed: bool
     ours: Errors
     plain: Errors
     allowed: Errors
     reason: str = ""
+    floor: float = 0.0
+    truth_norm: float = 0.0
+    num_draws: int = 0
+
+    @property
+    def shares(self) -> Errors:
+        """Each measure over its limit; infinite where it is no number."""
+        pairs = zip(astuple(self.ours), astuple(self.allowed), strict=True)
+        return Errors(*(e / limit if isfinite(e) else inf for e, limit in pairs))
+
+    @property
+    def share(self) -> float:
+        """The largest measure over its limit."""
+        return max(astuple(self.shares))
+
+    @property
+    def may_be_luck(self) -> bool:
+        """Whether further draws may be asked for: what is far beyond the limit is a fault."""
+        return self.share <= BEYOND_LUCK
+
+
+def failure(reason: str) -> Judgement:
+    """Return the judgement of a result that cannot be measured; no luck explains it."""
+    ours, plain, allowed = (Errors(*[x] * len(fields(Errors))) for x in (inf, 0.0, 1.0))
+    return Judgement(False, ours, plain, allowed, reason)
 
 
 def errors(actual: torch.Tensor, truth: torch.Tensor) -> Errors:
     """Measure `actual` against `truth` of the same shape; rows lie along the last dimension."""
+    return _measure(actual, truth, _float_dtype(actual))[0]
+
+
+def _measure(actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> tuple[Errors, float]:
+    """Return the errors of a result in a dtype and the norm of the truth."""
     if actual.shape != truth.shape:
         raise ValueError(f"shape {tuple(actual.shape)} against truth {tuple(truth.shape)}")
     if truth.numel() == 0:
-        return Errors(0.0, 0.0, 0.0)
+        return Errors(0.0, 0.0, 0.0), 0.0
     width = truth.shape[-1] if truth.ndim else 1
     block_rows = max(1, BLOCK_ELEMENTS // width)
     truth_blocks = truth.detach().double().reshape(-1, width).split(block_rows)
     blocks = actual.detach().reshape(-1, width).split(block_rows)
-    # A row that cancels to almost nothing is judged at the tensor's rounding level, not its own.
+    # A row that cancels to nothing is judged at the noise of sums in fp32 beside the largest row,
+    # which also bf16 kernels accumulate in; any other row at its own scale.
     largest = max(float(_finite(block).abs().max()) for block in truth_blocks)
-    tiny = torch.finfo(torch.float64).tiny
-    floor = max(largest * torch.finfo(_float_dtype(actual)).eps, tiny)
-    measured = [_block_errors(*pair, floor) for pair in zip(blocks, truth_blocks, strict=True)]
-    at_row_scale, of_row, norm, truth_norm = torch.tensor(measured, dtype=torch.float64).T
-    return Errors(
-        max_at_row_scale=float(at_row_scale.max()),
-        worst_row=float(of_row.max()),
-        whole=float(norm.norm()) / max(float(truth_norm.norm()), tiny),
+    eps, tiny = torch.finfo(dtype).eps, torch.finfo(torch.float64).tiny
+    floor = max(largest * min(eps, torch.finfo(torch.float32).eps), tiny)
+    pairs = zip(blocks, truth_blocks, strict=True)
+    measured = torch.tensor(
+        [_block_errors(*pair, floor, largest * eps) for pair in pairs], dtype=torch.float64
     )
+    *of_rows, norm, truth_norm = measured.T
+    whole_truth = max(float(truth_norm.norm()), tiny)
+    at_row_scale, of_row, faint_at_row_scale, faint_row = (float(x.max()) for x in of_rows)
+    whole = float(norm.norm()) / whole_truth
+    return Errors(at_row_scale, of_row, whole, faint_at_row_scale, faint_row), whole_truth
 
 
 def _finite(truth: torch.Tensor) -> torch.Tensor:
@@ -70,18 +129,23 @@ def _finite(truth: torch.Tensor) -> torch.Tensor:
 
 
 def _block_errors(
-    actual: torch.Tensor, truth: torch.Tensor, floor: float
-) -> tuple[float, float, float, float]:
-    """Return largest error at row scale, worst row, norm of the error, norm of the truth."""
+    actual: torch.Tensor, truth: torch.Tensor, floor: float, faint: float
+) -> tuple[float, ...]:
+    """Return largest error at row scale and worst row, both of faint rows, both norms."""
     wide = actual.to(truth.device, torch.float64)
     # Equal infinities agree; any other non-finite difference stays one and fails the rule.
     difference = torch.where(wide == truth, 0.0, wide - truth)
     finite = _finite(truth)
-    row_scale = finite.abs().amax(1).clamp_min(floor)
+    of_truth = finite.abs().amax(1)
+    is_faint = of_truth < faint
+    largest = of_truth.clamp_min(floor)
+    row_scale = largest / (2 * largest.frexp().mantissa)  # exact: the power of two at or below
     row_norm, truth_norm = difference.norm(dim=1), finite.norm(dim=1)
+    at_row_scale = difference.abs().amax(1) / row_scale
+    of_row = row_norm / truth_norm.clamp_min(floor * truth.shape[1] ** 0.5)
     return (
-        float((difference.abs().amax(1) / row_scale).max()),
-        float((row_norm / truth_norm.clamp_min(floor * truth.shape[1] ** 0.5)).max()),
+        *(float(x.where(~is_faint, 0.0).max()) for x in (at_row_scale, of_row)),
+        *(float(x.where(is_faint, 0.0).max()) for x in (at_row_scale, of_row)),
         float(row_norm.norm()),
         float(truth_norm.norm()),
     )
@@ -107,23 +171,95 @@ def judge(
     """
     # NaN where the truth is NaN (a mean over nothing) is agreement.
     both = truth.isnan() & actual.to(truth.device).isnan()
-    if bool(both.any()):
-        keep = ~both
-        actual, plain, truth = (t.to(keep.device)[keep] for t in (actual, plain, truth))
-    ours_errors, plain_errors = errors(actual, truth), errors(plain, truth)
-    floor = FLOOR_ULP * torch.finfo(dtype or _float_dtype(actual)).eps
+    actual, plain, truth = without(both, actual, plain, truth)
+    dtype = dtype or _float_dtype(actual)
+    ours_errors, truth_norm = _measure(actual, truth, dtype)
+    plain_errors, _ = _measure(plain, truth, dtype)
+    return _verdict(ours_errors, plain_errors, FLOOR_ULP * torch.finfo(dtype).eps, truth_norm)
+
+
+def without(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with 0 where the mask is set: in all of them, it is no error."""
+    if not bool(mask.any()):
+        return tensors
+    # Rows stay rows; a selection would make one row of them all.
+    return tuple(tensor.masked_fill(mask.to(tensor.device), 0) for tensor in tensors)
+
+
+def _verdict(
+    ours: Errors, plain: Errors, floor: float, truth_norm: float, num_draws: int = 0
+) -> Judgement:
     # Where plain PyTorch fails outright (NaN, inf) it gives no allowance at all.
-    allowed = Errors(
-        *(PLAIN_FACTOR * e + floor if isfinite(e) else floor for e in astuple(plain_errors))
-    )
+    limits = [PLAIN_FACTOR * e + floor if isfinite(e) else floor for e in astuple(plain)]
     failed = [
-        f"{field.name} {ours:.3g} > {limit:.3g}"
-        for field, ours, limit in zip(
-            fields(Errors), astuple(ours_errors), astuple(allowed), strict=True
-        )
-        if not ours <= limit
+        f"{field.name} {error:.3g} > {limit:.3g}"
+        for field, error, limit in zip(fields(Errors), astuple(ours), limits, strict=True)
+        if not error <= limit
     ]
-    return Judgement(not failed, ours_errors, plain_errors, allowed, "; ".join(failed))
+    reason = "; ".join(failed)
+    return Judgement(not failed, ours, plain, Errors(*limits), reason, floor, truth_norm, num_draws)
+
+
+def redraw(
+    first: Mapping[str, Judgement],
+    draw: Callable[[int], Mapping[str, Judgement]],
+    num_draws: int = NUM_DRAWS,
+) -> dict[str, Judgement]:
+    """Judge results that break the rule by further draws of their inputs.
+
+    Where few roundings decide (a scalar loss, a short row, a row that cancels), ours and plain
+    PyTorch's compare by luck in one draw. The draw that raised the doubt is left out, the number
+    of further ones is fixed beforehand, each is judged by the unchanged rule, and all are taken
+    (see `together`).
+
+    Args:
+        first: judgements of the first draw, by name.
+        draw: `(index) -> judgements` of a further one, from 1 on; made for all names at once.
+        num_draws: how many; less than `NUM_DRAWS` only where there are no more inputs. Without
+            any, and where no luck explains a result, the first draw stands.
+
+    Returns:
+        The judgements by name; what passed in the first draw stands.
+    """
+    doubtful = [name for name, judgement in first.items() if not judgement.passed]
+    # If one result fails beyond doubt, so does what it belongs to: no draw can save it.
+    if not doubtful or num_draws < 1 or not all(first[name].may_be_luck for name in doubtful):
+        return dict(first)
+    num_draws -= 1 - num_draws % 2  # an odd number has a middle one
+    draws = [draw(index) for index in range(1, num_draws + 1)]
+    lacking = failure("not computed in a further draw")
+    decided = {name: together([d.get(name, lacking) for d in draws]) for name in doubtful}
+    return {**first, **decided}
+
+
+def together(draws: Sequence[Judgement]) -> Judgement:
+    """Judge one result by several draws of its inputs.
+
+    `whole`: all draws as one tensor, errors and truth alike, by the same rule; of single
+    roundings this says most. Each row measure: the draw whose share of its own limit is the
+    median, because the worst of rows that cancel has no mean to speak of.
+    """
+    for judgement in draws:
+        if not isfinite(judgement.share):
+            return replace(judgement, num_draws=len(draws))
+
+    def middle(measure: str) -> Judgement:
+        # A draw without such a row says nothing of it.
+        telling = [j for j in draws if getattr(j.ours, measure) or getattr(j.plain, measure)]
+        ordered = sorted(telling or draws, key=lambda j: getattr(j.shares, measure))
+        return ordered[(len(ordered) - 1) // 2]
+
+    by_row = [field.name for field in fields(Errors) if field.name != "whole"]
+    chosen = {measure: middle(measure) for measure in by_row}
+    truth_norm = hypot(*(judgement.truth_norm for judgement in draws))
+
+    def decided(which: str) -> Errors:
+        """Return the errors that decide: of "ours" or of "plain"."""
+        norms = [getattr(j, which).whole * j.truth_norm for j in draws]
+        rows = {name: getattr(getattr(j, which), name) for name, j in chosen.items()}
+        return Errors(**rows, whole=hypot(*norms) / truth_norm if truth_norm else 0.0)
+
+    return _verdict(decided("ours"), decided("plain"), draws[0].floor, truth_norm, len(draws))
 
 
 def _float_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -96,7 +96,8 @@ class Op:
             other; proved on a GPU.
         peers: name to a factory; the factory imports the peer and returns a function called as
             `function(**inputs)`, or raises ImportError.
-        builds: `(arch) -> kernels to compile` for "sm_80" and later.
+        builds: `(arch) -> kernels to compile` for "sm_80" and later, as the op launches them:
+            `nearlight.core.launch.described_launches` writes them down.
         extremes: inputs at the edge beyond the empty ones, which every op is proved on.
         refused_layouts: input name to the layout families that may be refused by a ValueError
             or TypeError naming it ("transposed", "sliced", "strided", "expanded", "offset").

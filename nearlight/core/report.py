@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nearlight.core.errors import BadInput
+
 SCHEMA = 1
 Kind = Literal["measured", "predicted", "derived", "datasheet"]
 Mode = Literal["measured", "predicted"]
@@ -24,7 +26,8 @@ class Figure:
         unit: "ms", "bytes", "tokens/s", ...
         kind: how it came about.
         source: what measured or computed it.
-        low: lower end of the interval, where the number is not exact.
+        low: lower end of the interval, where the number is not exact. A predicted time's
+            interval is that of the whole step: its ops err more, up and down, and have none.
         high: upper end.
     """
 
@@ -85,7 +88,9 @@ class State:
         memory: bytes at the peak by owner (parameters, gradients, optimizer, activations,
             temporaries, inputs).
         peak_tensors: what makes the peak: rows with name, module, shape, dtype, bytes, owner.
-        figures: the named numbers again, with unit, kind, source and interval.
+        figures: the named numbers again, with unit, kind, source and interval; beside them
+            `unmodelled_ms`, the time of ops that have no cost model.
+        pipe: the pipe (a key of `Gpu.peaks_tflops`) that does most of the flops, "" for none.
     """
 
     mode: Mode
@@ -99,6 +104,7 @@ class State:
     memory: Mapping[str, int] = field(default_factory=dict)
     peak_tensors: Sequence[Mapping[str, Any]] = ()
     figures: Mapping[str, Figure] = field(default_factory=dict)
+    pipe: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Proof:
     method: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a verb answers, as data; drawing it is somebody else's work.
 
@@ -174,6 +180,21 @@ class Report:
         state = self.after or self.before
         return state.mode if state else None
 
+    def __repr__(self) -> str:
+        return f"Report({self.verb}: {self.answer})"
+
+    def __str__(self) -> str:
+        """Return the answer, what was found and what came of it, and the next step, as text."""
+        lines = [self.answer, self.setup]
+        for number, finding in enumerate(self.findings, 1):
+            state = "applied" if finding.applied else "open"
+            lines.append(f"{number}. {finding.title} ({state}): {finding.evidence}")
+            lines.append(f"   {finding.note or finding.next_step}".rstrip())
+        if self.proof:
+            verdict = "passed" if self.proof.passed else "failed"
+            lines.append(f"proof {verdict}: {self.proof.method}")
+        return "\n".join(line for line in (*lines, self.next) if line)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: plain dicts, lists, numbers and strings."""
         return {"schema": SCHEMA, "mode": self.mode, **asdict(self)}
@@ -187,14 +208,39 @@ class Report:
         write_aside(path, self.to_json() + "\n")
 
 
-def write_aside(path: str | Path, text: str) -> None:
-    """Write text to a temporary file in the same folder and rename it into place."""
+def gib(num_bytes: float) -> str:
+    """Return bytes as text in GiB, or in MiB below one."""
+    if abs(num_bytes) >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise BadInput unless a file can be written at `path`; leaves nothing behind.
+
+    Called before minutes of work, whose result would be lost after them.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"{path} is a folder; name a file for the report")
+    if target.exists() and not target.is_file():
+        raise BadInput(f"{path} is no ordinary file; name a file for the report")
+    folder = next(parent for parent in target.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {folder}: {error.strerror}") from None
+
+
+def write_aside(path: str | Path, content: str | bytes) -> None:
+    """Write text or bytes to a temporary file in the same folder and rename it into place."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         Path(name).chmod(0o644)
         Path(name).replace(target)
     except BaseException:

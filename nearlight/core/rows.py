@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import isqrt
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nearlight.core.hardware import Gpu, find_gpu, gpu_from_device_name
+from nearlight.core.hardware import Gpu
+from nearlight.core.launch import launch_gpu
 from nearlight.core.op import KernelBuild
 from nearlight.core.triton import jit
 
@@ -38,6 +38,12 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.ndim == 2 else tensor.reshape(-1, width)
 
 
+def row_shape(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (rows, N) of `as_rows(tensor)`, which is not empty."""
+    width = tensor.shape[-1]
+    return tensor.numel() // width, width
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums over `dtype` run in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -46,6 +52,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def triton_accumulator(dtype: torch.dtype) -> tl.dtype:
     """Return `accumulator(dtype)` as Triton names it."""
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def accumulator_pipe(dtype: torch.dtype) -> str:
+    """Return the pipe that element-wise work on `dtype` runs on."""
+    return "fp64" if accumulator(dtype) == torch.float64 else "fp32"
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,11 @@ class RowConfig:
     num_warps: int
     num_stages: int
     num_programs: int
+
+    @property
+    def holds_parameters(self) -> bool:
+        """Whether a row's parameters stay in registers while a program walks over its rows."""
+        return self.block_n <= MAX_HELD_BLOCK
 
 
 def forward_config(shape: tuple[int, int], gpu: Gpu | None) -> RowConfig:
@@ -112,7 +128,7 @@ def backward_config(
     num_warps = min(32, max(1, block_m * block_n // 512))
     # Rows, upstream gradients (fp32 at most) and, where they are not held, the parameters.
     stage_bytes = block_m * block_n * (dtype.itemsize + max(dtype.itemsize, 4))
-    stage_bytes += block_n * 4 * (block_n > MAX_HELD_BLOCK)
+    stage_bytes += 0 if block_n <= MAX_HELD_BLOCK else block_n * 4
     free_bytes = gpu.shared_bytes_per_block - 4096
     num_stages = 1 + min(2, free_bytes // stage_bytes)
     if is_wide:
@@ -160,67 +176,6 @@ def check_rows(op: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> N
             )
 
 
-@lru_cache(maxsize=64)
-def launch_gpu(device: torch.device) -> Gpu | None:
-    """Return the GPU whose numbers a launch rule may use; None for CPU tensors (interpreted).
-
-    A GPU that the table lacks, or a slice of one, gets the H200's row with its own number of SMs:
-    a launch rule needs no more, and nothing is judged by it.
-    """
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    try:
-        gpu = gpu_from_device_name(properties.name)
-    except ValueError:
-        gpu = find_gpu("h200")
-    return replace(gpu, num_sms=properties.multi_processor_count)
-
-
-# Pointers of a row-wise kernel to tensors of the rows' own dtype; all others are accumulators.
-_ROW_POINTERS = ("x_ptr", "y_ptr", "dx_ptr", "dy_ptr", "weight_ptr", "bias_ptr")
-
-
-def row_build(
-    kernel: Any,
-    chosen: RowConfig,
-    dtype: str,
-    constants: Mapping[str, Any],
-    max_registers: int,
-    absent: Sequence[str] = (),
-) -> KernelBuild:
-    """Describe how a row-wise kernel is compiled, its signature read from its argument names.
-
-    Args:
-        kernel: arguments `*_ptr`, `stride_*`, `num_*` and upper-case constants.
-        chosen: its tile, warps and stages.
-        dtype: Triton's name of the rows' dtype ("bf16").
-        constants: compile-time constants beyond the tile's.
-        max_registers: registers per thread allowed.
-        absent: pointers that are None.
-    """
-    tile = {
-        "BLOCK_M": chosen.block_m,
-        "BLOCK_N": chosen.block_n,
-        "NUM_STAGES": chosen.num_stages,
-    }
-    signature = {}
-    for name in kernel.arg_names:
-        if name.endswith("_ptr") and name not in absent:
-            signature[name] = f"*{dtype}" if name in _ROW_POINTERS else "*fp32"
-        elif name.islower() and name not in absent:
-            # Rows of models are multiples of 16 apart, as the launch finds and specialises for.
-            signature[name] = "i32:16" if name.startswith("stride_") else "i32"
-    own = {name: value for name, value in tile.items() if name in kernel.arg_names}
-    return KernelBuild(
-        kernel,
-        signature,
-        {**constants, **own, **dict.fromkeys(absent)},
-        num_warps=chosen.num_warps,
-        max_registers=max_registers,
-    )
-
-
 @jit
 def _column_sum_kernel(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
     partials_ptr,
@@ -258,27 +213,112 @@ def column_sums(
     """
     count, num_partials, width = partials.shape
     assert count == (1 if second is None else 2)
-    block_n = COLUMN_SUM_BLOCK if partials.is_cuda else min(triton.next_power_of_2(width), 16384)
+    block_n = COLUMN_SUM_BLOCK
+    if launch_gpu(partials.device) is None:
+        block_n = min(triton.next_power_of_2(width), 16384)
     _column_sum_kernel[(count * triton.cdiv(width, block_n),)](
         partials, first, second, num_partials, N=width, BLOCK_P=32, BLOCK_N=block_n
     )
 
 
-def column_sums_build(width: int, dtype: str, num_sums: int = 1) -> KernelBuild:
-    """Describe how the kernel of `column_sums` is compiled for outputs of Triton's `dtype`."""
-    outputs = ("first_ptr", "second_ptr")
-    return KernelBuild(
-        _column_sum_kernel,
-        {
-            "partials_ptr": "*fp32",
-            "num_partials": "i32",
-            **dict.fromkeys(outputs[:num_sums], f"*{dtype}"),
-        },
-        {
-            "N": width,
-            "BLOCK_P": 32,
-            "BLOCK_N": COLUMN_SUM_BLOCK,
-            **dict.fromkeys(outputs[num_sums:]),
-        },
-        max_registers=64,
+def row_forward(
+    kernels: tuple[Any, Any],
+    chosen: RowConfig,
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor],
+    **constants: Any,
+) -> None:
+    """Launch the forward pass of a row-wise op.
+
+    Args:
+        kernels: for rows that fit into a tile, and for wider ones. Arguments: x, parameters,
+            outputs, the row stride of x; number of rows for the first.
+        chosen: the launch.
+        x: (..., N), not empty.
+        parameters: (N,) each, or None.
+        outputs: contiguous; y and what the backward needs of each row.
+        constants: compile-time constants beyond N, ACC and the tile's.
+    """
+    x_rows = as_rows(x)
+    rows, width = x_rows.shape
+    tensors = (x_rows, *map(_contiguous, parameters), *outputs, x_rows.stride(0))
+    constants |= {"N": width, "ACC": triton_accumulator(x.dtype), "BLOCK_N": chosen.block_n}
+    constants["num_warps"] = chosen.num_warps
+    if chosen.block_n < width:
+        kernels[1][(rows,)](*tensors, NUM_STAGES=chosen.num_stages, **constants)
+    else:
+        kernels[0][(chosen.num_programs,)](*tensors, rows, BLOCK_M=chosen.block_m, **constants)
+
+
+def row_backward(
+    kernels: tuple[Any, Any],
+    chosen: RowConfig,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: Sequence[torch.Tensor],
+    dx: torch.Tensor | None,
+    sums: Sequence[torch.Tensor | None],
+    **constants: Any,
+) -> None:
+    """Launch the backward pass of a row-wise op; gradients that are None are not computed.
+
+    Args:
+        kernels: the pass itself, and the one before it that projects rows too wide for a tile.
+            Arguments: dy, x, weight, statistics, projections (or None), then for the first dx,
+            a partial sum per parameter; the row strides of dy and x; number of rows.
+        chosen: the launch.
+        dy: (..., N).
+        x: (..., N), not empty.
+        weight: (N,) or None.
+        statistics: of each row, as the forward wrote them; a row has as many projections.
+        dx: (..., N), contiguous, to be written.
+        sums: (N,), gradients of the parameters, to be written.
+        constants: compile-time constants beyond N, ACC, HOLD and the tile's.
+    """
+    dy_rows, x_rows = as_rows(dy), as_rows(x)
+    rows, width = x_rows.shape
+    acc = accumulator(x.dtype)
+    constants |= {"N": width, "ACC": triton_accumulator(x.dtype), "BLOCK_N": chosen.block_n}
+    constants |= {"NUM_STAGES": chosen.num_stages, "num_warps": chosen.num_warps}
+    tensors = dy_rows, x_rows, _contiguous(weight), *statistics
+    strides = dy_rows.stride(0), x_rows.stride(0)
+    projections = None
+    if dx is not None and chosen.block_n < width:
+        projections = torch.empty(len(statistics), rows, dtype=acc, device=x.device)
+        kernels[1][(rows,)](*tensors, projections, *strides, **constants)
+    needed = [gradient for gradient in sums if gradient is not None]
+    partials = torch.empty(len(needed), chosen.num_programs, width, dtype=acc, device=x.device)
+    places = iter([partials] if len(needed) == 1 else partials)
+    kernels[0][(chosen.num_programs * triton.cdiv(width, chosen.block_n),)](
+        *tensors,
+        projections,
+        dx,
+        *(None if gradient is None else next(places) for gradient in sums),
+        *strides,
+        rows,
+        BLOCK_M=chosen.block_m,
+        HOLD=chosen.holds_parameters,
+        **constants,
     )
+    if needed:
+        column_sums(partials, *needed)
+
+
+def _contiguous(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def with_budgets(builds: Sequence[KernelBuild], forward_registers: int) -> list[KernelBuild]:
+    """Give the kernels of a row-wise op the registers they may take, by their names."""
+    return [
+        replace(
+            build,
+            # A backward program of any size must find room on an SM.
+            max_registers=min(144, 65536 // (32 * build.num_warps))
+            if "_bwd_" in build.kernel.fn.__name__
+            else forward_registers,
+        )
+        for build in builds
+    ]

@@ -25,9 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from nearlight.core import env, interpreter, machine_code
+from nearlight.core import compile_cache, interpreter, launch, machine_code
 from nearlight.core.machine_code import MachineCode
-from nearlight.core.report import write_aside
 
 if TYPE_CHECKING:
     from nearlight.core.op import KernelBuild
@@ -63,17 +62,26 @@ class Kernel(JITFunction):
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor):
             tensor = _first_tensor((*args, *kwargs.values()))
-        if tensor is not None and tensor.is_cpu:
-            if warmup:
-                raise ValueError("warmup compiles, and CPU tensors are interpreted: nothing to do")
-            arguments = {k: v for k, v in kwargs.items() if k in self.signature.parameters}
-            return interpreter.launch(self, grid, args, arguments)
+        index = -1 if tensor is None else tensor.get_device()
+        if index < 0 and tensor is not None:
+            if tensor.is_cpu:
+                return self._interpret(grid, warmup, args, kwargs)
+            if launch.is_describing():
+                return launch.describe(self, args, kwargs)
         run = JITFunction.run
         with interpreter.lock:  # a compilation must not see `tl` patched by another thread
-            if tensor is not None and tensor.get_device() != torch.cuda.current_device():
+            if tensor is not None and index != torch.cuda.current_device():
                 with torch.cuda.device(tensor.device):
                     return run(self, *args, grid=grid, warmup=warmup, **kwargs)
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    def _interpret(
+        self, grid: Any, warmup: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if warmup:
+            raise ValueError("warmup compiles, and CPU tensors are interpreted: nothing to do")
+        arguments = {k: v for k, v in kwargs.items() if k in self.signature.parameters}
+        return interpreter.launch(self, grid, args, arguments)
 
     def _check_names(self, names: tuple[str, ...]) -> None:
         allowed = [*self.signature.parameters, *sorted(launch_options())]
@@ -141,7 +149,7 @@ def compile_for(build: KernelBuild, arch: str) -> MachineCode:
 
     Pointers count as aligned to 16 bytes, as torch allocates them; "i64:16" in the signature says
     that a size or stride is a multiple of 16, "*bf16:1" that a pointer is not aligned. Results are
-    kept in the folder NEARLIGHT_CACHE names.
+    kept in the folder NEARLIGHT_CACHE names, if it can be written.
 
     Args:
         build: kernel, signature, constants and launch options.
@@ -173,9 +181,10 @@ def compile_for(build: KernelBuild, arch: str) -> MachineCode:
         _refuse_on_turing(build, build.uses_tensor_cores, any("bf16" in t for t in types.values()))
     with interpreter.lock:  # nothing compiles while `tl` is patched
         entry = _cache_entry(build, types, arch)
-        if (code := _cached(entry)) is None:
-            code = _compile(build, types, capability, arch)
-            write_aside(entry, _to_json(code))
+        if (content := compile_cache.load(entry)) is not None:
+            return _from_json(content)
+        code = _compile(build, types, capability, arch)
+        compile_cache.store(entry, _to_json(code))
     return code
 
 
@@ -284,16 +293,14 @@ def _cache_entry(build: KernelBuild, types: dict[str, str], arch: str) -> Path:
         [field.name for field in fields(MachineCode)],
     )
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
-    return Path(env.read("NEARLIGHT_CACHE")) / "triton" / f"{digest}.json"
+    return compile_cache.entry_of("triton", f"{digest}.json")
 
 
-def _cached(entry: Path) -> MachineCode | None:
-    try:
-        values = json.loads(entry.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # damaged: made again, as if it were absent
-        return None
+def _from_json(content: bytes) -> MachineCode:
+    values = json.loads(content)
     return MachineCode(**{**values, "cubin": base64.b64decode(values["cubin"])})
 
 
-def _to_json(code: MachineCode) -> str:
-    return json.dumps({**vars(code), "cubin": base64.b64encode(code.cubin).decode()})
+def _to_json(code: MachineCode) -> bytes:
+    values = {**vars(code), "cubin": base64.b64encode(code.cubin).decode()}
+    return json.dumps(values).encode()

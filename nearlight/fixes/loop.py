@@ -11,16 +11,17 @@ from torch import nn
 from nearlight.core import env
 from nearlight.core.errors import BadInput
 from nearlight.core.hardware import Gpu, detect_gpu, find_gpu
-from nearlight.core.report import Finding, Proof, Report, State
+from nearlight.core.report import Finding, Proof, Report, State, gib
+from nearlight.core.versions import versions
 from nearlight.fixes import kernels
 from nearlight.fixes.fix import Fix, NothingToDo
 from nearlight.fixes.peers import check_peers, step_rows
-from nearlight.fixes.program import Measured, Predicted, Program, with_versions
+from nearlight.fixes.program import Measured, Predicted, Program
 from nearlight.fixes.proof import prove
 from nearlight.profiler import rules
 from nearlight.profiler import target as targets
 from nearlight.profiler.predict import capacity_bytes, setup_line
-from nearlight.profiler.target import Target
+from nearlight.profiler.target import LossFunction, Target
 
 DEFAULT_GPU = "h200"
 FIXES: dict[str, Fix] = {fix.name: fix for fix in kernels.FIXES}
@@ -37,6 +38,7 @@ def optimize(
     batch: Any = None,
     task: str = "train",
     *,
+    loss_fn: LossFunction | None = None,
     gpu: str | None = None,
     keep: bool = False,
     progress: Progress = _silent,
@@ -48,6 +50,7 @@ def optimize(
         batch: keyword arguments of one step, tensors of shape (batch, ...); with labels for
             training. Not needed for a preset.
         task: "train", "prefill" or "decode".
+        loss_fn: `(model, batch) -> scalar tensor` for a live model whose output has no `loss`.
         gpu: key of the GPU table: predict for it. By default the GPU of this machine is
             measured; without one, an H200 is predicted.
         keep: leave the fixes on the live model (`nearlight.unpatch` undoes them), if their proof
@@ -69,11 +72,14 @@ def optimize(
         if keep:
             raise BadInput("keep=True needs a live model; a name has none to keep")
         return optimize_target(targets.load(model, task=task), gpu, progress=progress)
-    target = targets.from_model(model, batch, task)
+    target = targets.from_model(model, batch, task, loss_fn)
     report = optimize_target(target, gpu, progress=progress)
     if keep and report.proof is not None and report.proof.passed:
         for name in dict.fromkeys(f.fix for f in report.findings if f.applied):
             FIXES[name].apply(model)
+        return replace(
+            report, next="next: the kernels are in; nearlight.unpatch(model) undoes them"
+        )
     return report
 
 
@@ -95,13 +101,14 @@ def optimize_target(
     check_peers(peers, target)
     here = detect_gpu() if gpu is None else None
     chosen = here or find_gpu(gpu or DEFAULT_GPU)
+    targets.check_gpu(target, chosen)
     if peers and here is None:
         raise BadInput("peers are measured, not predicted: leave them out without a GPU")
     progress(f"tracing {target.name}" if here is None else f"measuring {target.name}")
     program: Program = Predicted(target, chosen) if here is None else Measured(target, here)
     try:
         before = program.state([])
-        findings = rules.find(program.trace, before, chosen)
+        findings = rules.find(program.traced([]), before, chosen)
         proof: Proof | None = None
         kept: list[Fix] = []
         if env.read("NEARLIGHT"):
@@ -113,6 +120,9 @@ def optimize_target(
         else:
             findings = [replace(f, note="NEARLIGHT=off: nothing is applied") for f in findings]
         after = program.state(kept)
+        if kept:
+            left = rules.find(program.traced(kept), after, chosen)
+            findings = _what_is_left(findings, left)
     finally:
         program.close()
     del program  # its model makes room for the peers' own
@@ -126,7 +136,7 @@ def optimize_target(
         gpu=chosen.key,
         setup=setup_line(target)
         + ("" if here or gpu else f"; no GPU here: predicted for {chosen.key}"),
-        versions=with_versions(),
+        versions=versions(on_gpu=here is not None),
         before=before,
         after=after,
         findings=findings,
@@ -158,17 +168,34 @@ def _fix(
         try:
             gain = program.gain(kept, fix)
         except NothingToDo as reason:
-            told.append(replace(finding, note=f"not applied: {reason}"))
+            told.append(replace(finding, note=f"not applied: {reason}", next_step=""))
             continue
-        came = f"{gain.ms:+.2f} ms and {gain.bytes / 2**20:+.0f} MiB on top of the ones before"
+        came = f"{gain.ms:.2f} ms and {gain.bytes / 2**20:.0f} MiB on top of the ones before"
         costs_nothing = gain.ms >= -gain.spread_ms
         if gain.ms > gain.spread_ms or (gain.bytes > 0 and (costs_nothing or is_tight)):
             kept.append(fix)
             told.append(replace(finding, applied=True, note=f"saved {came}"))
         else:
             note = f"undone: it saved {came}, noise {gain.spread_ms:.2f} ms"
-            told.append(replace(finding, note=note))
+            told.append(replace(finding, note=note, next_step=""))
     return told, kept
+
+
+def _what_is_left(told: Sequence[Finding], left: Sequence[Finding]) -> list[Finding]:
+    """Return what was tried, and of the rest what still holds of the program as fixed.
+
+    Args:
+        told: findings of the program as found, with what came of their fixes.
+        left: findings of the program as fixed.
+    """
+    gone = "not so any more with the fixes"
+    tried = [finding for finding in told if finding.fix in FIXES]
+    tried += [
+        replace(finding, applied=True, note=gone)
+        for finding in told
+        if rules.is_blocking(finding) and not any(map(rules.is_blocking, left))
+    ]
+    return rules.ordered([*tried, *(finding for finding in left if finding.fix not in FIXES)])
 
 
 def _proved(
@@ -220,19 +247,25 @@ def _answer(
             "nothing to apply" if proof is None else "every fix failed the proof and is undone"
         )
         return (
-            f"{target.name} on {gpu.key}: {before.step_ms:.1f} ms a step "
-            f"({before.mode}), {before.peak_bytes / 2**30:.1f} GiB; {nothing}"
+            f"{target.name} on {gpu.key}: {_duration(before.step_ms)} a step "
+            f"({before.mode}), {gib(before.peak_bytes)}; {nothing}"
         )
     proved = "results proved the same" if proof and proof.passed else "NOT PROVED"
     return (
-        f"{target.name} on {gpu.key}: {before.step_ms:.1f} → {after.step_ms:.1f} ms a step "
-        f"({before.step_ms / after.step_ms:.2f} × as fast), "
-        f"{before.peak_bytes / 2**30:.1f} → {after.peak_bytes / 2**30:.1f} GiB, "
+        f"{target.name} on {gpu.key}: {_duration(before.step_ms)} → {_duration(after.step_ms)} "
+        f"a step ({before.step_ms / after.step_ms:.2f} × as fast), "
+        f"{gib(before.peak_bytes)} → {gib(after.peak_bytes)}, "
         f"{after.mode}; {proved}"
     )
 
 
+def _duration(time_ms: float) -> str:
+    return f"{time_ms:.1f} ms" if time_ms >= 1 else f"{time_ms * 1e3:.0f} µs"
+
+
 def _next(target: Target, kept: Sequence[Fix], proof: Proof | None) -> str:
+    if proof is None and target.is_live:
+        return "next: nearlight.predict(model, batch, gpu=[...]) compares GPUs"
     if proof is None:
         return f"next: nearlight predict {target.name} --gpu NAME,NAME compares GPUs"
     if not kept:

@@ -16,7 +16,6 @@ from nearlight.core.errors import BadInput
 from nearlight.core.hardware import Gpu
 from nearlight.core.report import State
 from nearlight.fixes.fix import Fix
-from nearlight.profiler.calibrate import versions as versions_of_run
 from nearlight.profiler.capture import Trace, trace
 from nearlight.profiler.measure import Step, measure_state
 from nearlight.profiler.predict import predict_state, step_limit
@@ -40,10 +39,11 @@ class Gain:
 class Program(Protocol):
     """What the loop needs of a program."""
 
-    trace: Trace
-
     def state(self, fixes: Sequence[Fix]) -> State:
         """Return the program's state with these fixes."""
+
+    def traced(self, fixes: Sequence[Fix]) -> Trace:
+        """Return the trace of the program with these fixes."""
 
     def gain(self, fixes: Sequence[Fix], fix: Fix) -> Gain:
         """Return what `fix` brings on top of `fixes`."""
@@ -69,20 +69,20 @@ class Predicted:
 
     def __init__(self, target: Target, gpu: Gpu) -> None:
         self.target, self.gpu = target, gpu
-        self.trace = trace(target)
+        self._traces: dict[tuple[str, ...], Trace] = {}
         # The limit comes from the program as found and does not move when it is fixed exactly.
-        self.limit_s = step_limit(self.trace, gpu)
-        self._states: dict[tuple[str, ...], State] = {
-            (): predict_state(self.trace, gpu, self.limit_s)
-        }
+        self.limit_s = step_limit(self.traced([]), gpu)
+
+    def traced(self, fixes: Sequence[Fix]) -> Trace:
+        """Trace the step with these fixes, once."""
+        key = tuple(fix.name for fix in fixes)
+        if key not in self._traces:
+            self._traces[key] = _traced(self.target, fixes)
+        return self._traces[key]
 
     def state(self, fixes: Sequence[Fix]) -> State:
         """Predict the step with these fixes."""
-        key = tuple(fix.name for fix in fixes)
-        if key not in self._states:
-            fixed = trace(self.target, prepare=lambda model: _apply_all(model, fixes))
-            self._states[key] = predict_state(fixed, self.gpu, self.limit_s)
-        return self._states[key]
+        return predict_state(self.traced(fixes), self.gpu, self.limit_s)
 
     def gain(self, fixes: Sequence[Fix], fix: Fix) -> Gain:
         """Predict what one more fix brings; a prediction has no noise."""
@@ -96,9 +96,12 @@ class Predicted:
         """Nothing was changed: a trace works on a copy."""
 
 
-def _apply_all(model: nn.Module, fixes: Sequence[Fix]) -> None:
-    for fix in fixes:
-        fix.apply(model)
+def _traced(target: Target, fixes: Sequence[Fix]) -> Trace:
+    def prepare(model: nn.Module) -> None:
+        for fix in fixes:
+            fix.apply(model)
+
+    return trace(target, prepare=prepare)
 
 
 class Measured:
@@ -117,8 +120,8 @@ class Measured:
                 f"{target.name} lies on {', '.join(sorted(places))} and this machine has a GPU: "
                 "move it there with model.cuda(), or give gpu=NAME to predict"
             )
-        self.trace = trace(target)
-        self.limit_s = step_limit(self.trace, gpu)
+        self._trace = _traced(target, [])
+        self.limit_s = step_limit(self._trace, gpu)
         self._found = _Found.of(self.model)
         self.model.train(target.task == "train")
         self._step = Step(target, self.model, target.make_batch(DEVICE))
@@ -126,9 +129,13 @@ class Measured:
     def state(self, fixes: Sequence[Fix]) -> State:
         """Measure the step with these fixes; one that does not fit is predicted and says so."""
         with applied(self.model, fixes), suppress(torch.cuda.OutOfMemoryError):
-            return measure_state(self._step, self.gpu, self.limit_s, self.trace)
+            return measure_state(self._step, self.gpu, self.limit_s, self._trace)
         self.release()
         return self._predicted.state(fixes)
+
+    def traced(self, fixes: Sequence[Fix]) -> Trace:
+        """Trace the program with these fixes on fake tensors."""
+        return _traced(self.target, fixes) if fixes else self._trace
 
     def gain(self, fixes: Sequence[Fix], fix: Fix) -> Gain:
         """Measure what one more fix brings: blocks of steps with and without it alternate.
@@ -194,17 +201,3 @@ class _Found:
                 buffer.copy_(saved)
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-
-
-def with_versions() -> dict[str, str]:
-    """Return the versions that a report's numbers depend on; on a GPU its driver and the day."""
-    import triton
-
-    from nearlight import __version__
-
-    versions = {
-        "nearlight": __version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    return versions | versions_of_run() if torch.cuda.is_available() else versions

@@ -14,6 +14,7 @@ from torch import nn
 
 from nearlight.core import backend
 from nearlight.core.float64 import KeepFloat64, float64_copy
+from nearlight.core.numerics import Judgement
 from nearlight.core.report import Proof
 from nearlight.fixes.fix import Fix
 from nearlight.fixes.program import applied
@@ -103,7 +104,7 @@ def prove(
 def _proof(rows: list[Row], method: str) -> Proof:
     doubtful = sum("draws" in row for row in rows)
     if doubtful:
-        method += f"; {doubtful} rows by the median of several inputs"
+        method += f"; {doubtful} of {len(rows)} rows drawn again with other inputs"
     return Proof(all(row["passed"] for row in rows), worst_first(rows), method)
 
 
@@ -120,7 +121,7 @@ def _prove_whole(
     model = copy.deepcopy(found) if target.is_live else found
     model = settled(model, device, target.task == "train")
 
-    def attempt(draw: int) -> list[Row]:
+    def attempt(draw: int) -> dict[str, Judgement]:
         batch = one_sequence(samples, CPU_TOKENS if is_cpu else CUDA_TOKENS, draw)
         batch = cast(batch, torch.float32) if is_cpu else batch
         words = f", sample {draw + 1}" if draw else ""

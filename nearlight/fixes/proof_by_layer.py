@@ -13,7 +13,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,11 +22,11 @@ from torch import nn
 
 from nearlight.core import backend
 from nearlight.core.float64 import KeepFloat64, float64_copy
+from nearlight.core.numerics import NUM_DRAWS, Judgement
 from nearlight.core.report import Proof
 from nearlight.fixes import proof_runs
 from nearlight.fixes.fix import Fix, NothingToDo
 from nearlight.fixes.proof_runs import (
-    MAX_DRAWS,
     Results,
     Row,
     by_draws,
@@ -60,6 +60,7 @@ class _Setting:
     device: str
     used: Counter[str]
     """How often each fix found a place."""
+    num_inputs: int = 1 + NUM_DRAWS
 
     @property
     def is_training(self) -> bool:
@@ -107,6 +108,9 @@ def prove_by_layer(
     for index, call in enumerate(captured.calls):
         progress(f"layer {index + 1} of {len(stack)}")
         rows += _prove_layer(setting, f"{name}.{index}", stack[index], call)
+        if not all(row["passed"] for row in rows):
+            # The proof has failed: further draws of other layers cannot change that.
+            setting = replace(setting, num_inputs=1)
         if not target.is_live:
             stack[index] = nn.Identity()
     progress("what stands before and behind the layers")
@@ -226,7 +230,7 @@ def _three_ways(
     """Run a part in fp64, plain and patched, one after the other: only results are kept."""
     dtype = torch.float32 if setting.device == "cpu" else None
 
-    def attempt(draw: int) -> list[Row]:
+    def attempt(draw: int) -> dict[str, Judgement]:
         with repeatable(setting.device), KeepFloat64():
             truth = run(draw, float64_copy(part), torch.float64)
         with repeatable(setting.device):
@@ -235,7 +239,7 @@ def _three_ways(
             ours = run(draw, part, dtype)
         return judged(ours, plain, truth)
 
-    return by_draws(attempt, MAX_DRAWS)
+    return by_draws(attempt, setting.num_inputs)
 
 
 @contextmanager

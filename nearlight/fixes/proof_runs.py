@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nearlight.core import numerics
+from nearlight.core.numerics import NUM_DRAWS, Judgement, failure, judge, redraw
 from nearlight.profiler.target import Batch, Target
 from nearlight.profiler.target.record import first_tensor
 
@@ -25,11 +24,6 @@ LABELS = ("labels", "num_items_in_batch", "shift_labels")
 IGNORED = -100
 # Batches of these carry tokens along their second dimension and can be cut.
 TOKENS = ("input_ids", "inputs_embeds")
-
-# Draws of the inputs that a doubtful row is judged by, and the share of its limit from which on a
-# row is no question of luck.
-MAX_DRAWS = 5
-BEYOND_LUCK = 10.0
 
 Row = dict[str, Any]
 Results = dict[str, torch.Tensor]
@@ -201,52 +195,37 @@ def judged(
     ours: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
     truth: Mapping[str, torch.Tensor],
-) -> list[Row]:
-    """Return a row per quantity of any of the three runs; one that a run lacks fails.
-
-    Row keys: name, passed, reason; where the error is a number also error and plain_error (of the
-    whole tensor) and of_allowed (the largest of the three measures over its limit).
-    """
-    rows = []
+) -> dict[str, Judgement]:
+    """Return a judgement per quantity of any of the three runs; one that a run lacks fails."""
+    judgements = {}
     for name in dict.fromkeys((*truth, *plain, *ours)):
         runs = {"patched": ours, "plain": plain, "fp64": truth}
         missing = [words for words, results in runs.items() if name not in results]
         if missing:
-            reason = f"not computed by the {' and the '.join(missing)} run"
-            rows.append({"name": name, "passed": False, "reason": reason})
+            judgements[name] = failure(f"not computed by the {' and the '.join(missing)} run")
         elif not ours[name].shape == plain[name].shape == truth[name].shape:
             shapes = {words: tuple(results[name].shape) for words, results in runs.items()}
-            rows.append({"name": name, "passed": False, "reason": f"shapes differ: {shapes}"})
+            judgements[name] = failure(f"shapes differ: {shapes}")
         else:
-            rows.append(_row(name, ours[name], plain[name], truth[name]))
-    return rows
+            judgements[name] = judge(ours[name], plain[name], truth[name])
+    return judgements
 
 
-def by_draws(attempt: Callable[[int], list[Row]], num_draws: int) -> list[Row]:
-    """Judge by one draw of the inputs, and what fails there by the median of several.
-
-    The rule compares two rounding errors, ours and plain PyTorch's, and one draw of each says
-    little: of 336 sound rows of SmolLM2's layers (real weights, fp32) 7 missed it, by up to 3.2 ×;
-    by the median of five draws none did. The median lifts no limit: a fault errs in every draw.
+def by_draws(attempt: Callable[[int], dict[str, Judgement]], num_inputs: int) -> list[Row]:
+    """Judge by one draw of the inputs, and what breaks the rule there by further ones.
 
     Args:
-        attempt: number of a draw to its rows.
-        num_draws: how many different draws there are; an odd number of at most `MAX_DRAWS` is
-            taken.
+        attempt: number of a draw to its judgements by name.
+        num_inputs: how many different draws there are. The first raises the doubt, and of the
+            others as many as `redraw` asks for decide.
+
+    Returns:
+        A row per quantity: name, passed, reason; where the error is a number also error and
+        plain_error (of the whole tensor) and of_allowed (the largest of the three measures over
+        its limit); where it was drawn again also draws.
     """
-    rows = attempt(0)
-    failed = [row for row in rows if not row["passed"]]
-    is_luck = all(row.get("of_allowed", float("inf")) <= BEYOND_LUCK for row in failed)
-    num_draws = min(num_draws - (num_draws + 1) % 2, MAX_DRAWS)
-    if not failed or not is_luck or num_draws < 3:
-        return rows
-    draws = [{row["name"]: row for row in attempt(draw)} for draw in range(1, num_draws)]
-
-    def median(row: Row) -> Row:
-        same = worst_first([row, *(draw[row["name"]] for draw in draws)])
-        return {**same[num_draws // 2], "draws": num_draws}
-
-    return [row if row["passed"] else median(row) for row in rows]
+    decided = redraw(attempt(0), attempt, min(NUM_DRAWS, num_inputs - 1))
+    return [_row(name, judgement) for name, judgement in decided.items()]
 
 
 def worst_first(rows: list[Row]) -> list[Row]:
@@ -254,19 +233,16 @@ def worst_first(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row["passed"], -row.get("of_allowed", float("inf"))))
 
 
-def _row(name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Row:
-    verdict = numerics.judge(ours, plain, truth)
-    row: Row = {"name": name, "passed": verdict.passed, "reason": verdict.reason}
-    pairs = zip(astuple(verdict.ours), astuple(verdict.allowed), strict=True)
-    of_allowed = [error / allowed for error, allowed in pairs]
-    numbers = (*of_allowed, verdict.ours.whole, verdict.plain.whole)
+def _row(name: str, judgement: Judgement) -> Row:
+    row: Row = {"name": name, "passed": judgement.passed, "reason": judgement.reason}
+    numbers = (judgement.share, judgement.plain.whole)
     if all(map(isfinite, numbers)):  # a report holds no NaN; the reason tells
         row |= {
-            "error": verdict.ours.whole,
-            "plain_error": verdict.plain.whole,
-            "of_allowed": max(of_allowed),
+            "error": judgement.ours.whole,
+            "plain_error": judgement.plain.whole,
+            "of_allowed": judgement.share,
         }
-    return row
+    return row | ({"draws": judgement.num_draws} if judgement.num_draws else {})
 
 
 def needs(needed: float, free: float, device: str) -> str:

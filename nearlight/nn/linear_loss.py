@@ -5,8 +5,10 @@ input and answers with logits of width 0; whatever stands between head and loss 
 scaling) costs nothing on an empty tensor; the loss function then computes head and loss in one op
 that never holds all logits. Router losses and outputs are left to the model.
 
-Rule: fused if and only if `labels` is given and the model is in training mode. Then
-`outputs.logits` has width 0. Without labels, or in eval mode, logits and loss are the model's own.
+Rule: fused if and only if `labels` is given, the model is in training mode, and nothing needs real
+logits at that call: head and loss function are those that were patched, and the head has no hook
+but forward-pre hooks. Then `outputs.logits` has width 0, and so has whatever else calls the head
+during that forward. Else logits and loss are the model's own.
 A batch whose labels are all ignored has loss 0 and zero gradients here; transformers gives NaN.
 """
 
@@ -23,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nearlight import ops
+from nearlight.nn.hooks import hook_in_the_way
 
 
 class _Call:
@@ -68,20 +71,13 @@ def model_attributes(base: Any, softcap: str = "", divisor: str = "") -> Mapping
     original = base.forward
     labels_position = list(inspect.signature(original).parameters).index("labels") - 1
     inherited: property = base.loss_function
+    own_loss_function: Any = inherited.fget
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[labels_position] if len(args) > labels_position else kwargs.get("labels")
-        head = self.lm_head
-        # A head replaced after patching (LoRA, modules_to_save, resized) computes its own logits,
-        # and a loss function set on the model is the user's: both need real logits.
-        is_fused = (
-            labels is not None
-            and self.training
-            and getattr(type(head), "keeps_input", False)
-            and "_loss_function" not in self.__dict__
-        )
-        _calls.stack.append(_Call(head if is_fused else None))
+        is_fused = labels is not None and self.training and not _needs_logits(self)
+        _calls.stack.append(_Call(self.lm_head if is_fused else None))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -96,9 +92,25 @@ def model_attributes(base: Any, softcap: str = "", divisor: str = "") -> Mapping
                 getattr(config, softcap) if softcap else None,
                 1.0 / getattr(config, divisor) if divisor else 1.0,
             )
-        return inherited.__get__(self)
+        return own_loss_function(self)  # type: ignore[no-any-return]  # foreign
 
     return {"forward": forward, "loss_function": property(loss_function, inherited.fset)}
+
+
+def _needs_logits(model: Any) -> bool:
+    """Return whether something came after patching that only real logits satisfy.
+
+    A head replaced since (LoRA, modules_to_save, resized) or one with a forward of its own computes
+    its own logits, hooks see them, and a loss function set on the model is the user's.
+    """
+    head = model.lm_head
+    return (
+        not getattr(type(head), "keeps_input", False)
+        or "forward" in head.__dict__
+        or "_loss_function" in model.__dict__
+        or getattr(model, "loss_type", None) not in (None, "ForCausalLM")
+        or hook_in_the_way(head, is_called=True) != ""
+    )
 
 
 def _fused_loss(
@@ -156,6 +168,8 @@ def why_not(model: Any) -> str:
     assert head is not None
     if "forward" in head.__dict__:
         return "lm_head.forward was replaced on this instance"
+    if hook := hook_in_the_way(head, is_called=True):
+        return f"lm_head has a {hook} hook, which needs real logits"
     if "_loss_function" in model.__dict__:
         return "the model has a loss function of its own"
     loss = type(model).loss_function.fget(model)

@@ -66,6 +66,9 @@ def patch(model: nn.Module, only: Iterable[str] | None = None) -> Patched:
     Results stay the same up to rounding; `unpatch` undoes it exactly. Only exact classes of the
     table are patched, wherever they stand (also inside a PEFT wrapper); a subclass or an instance
     whose forward was replaced is left alone and listed. Patching again changes nothing more.
+    Where an op does the work of another module (the head, an activation) and that module has a
+    hook that would not see it, the op is not put in; a hook or another activation that comes after
+    patching makes the plain computation run as long as it stands.
     With `linear_cross_entropy`, a forward with labels in training mode returns logits of width 0;
     without labels, or in eval mode, it returns the model's logits.
 
@@ -78,7 +81,8 @@ def patch(model: nn.Module, only: Iterable[str] | None = None) -> Patched:
         of transformers outside the range and NEARLIGHT=off give no rows and a reason.
 
     Raises:
-        ValueError: `only` holds a name that is no op of the table.
+        ValueError: `only` holds a name that is no op of the table, or the environment variable
+            NEARLIGHT is neither "on" nor "off".
         TypeError: `model` is no module.
 
     Example:
@@ -103,6 +107,7 @@ def patch(model: nn.Module, only: Iterable[str] | None = None) -> Patched:
         if version and cls.__module__.startswith("transformers."):
             reason = version
         reason = reason or _changed_instance(module) or row.why_not(module)
+        reason = reason or _shared_head(module, row, planned)
         if reason:
             skipped[cls.__name__, row.op, reason] += 1
             continue
@@ -135,8 +140,10 @@ def unpatch(model: nn.Module) -> None:
                 f"{cls.__name__} was made from a patched {cls._nearlight_base.__name__} after "
                 "patching; undo that first, then unpatch"
             )
+    foreign = _foreign_heads(modules)
     for module in modules:
-        module.__class__ = _base(type(module))
+        if id(module) not in foreign:
+            module.__class__ = _base(type(module))
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -184,6 +191,26 @@ def _changed_instance(module: nn.Module) -> str:
     if "forward" in module.__dict__:
         return "forward was replaced on this instance; patch before whatever replaces it"
     return ""
+
+
+def _shared_head(module: Any, row: Row, planned: list[tuple[nn.Module, type[nn.Module]]]) -> str:
+    if row.op != "linear_cross_entropy" or is_patched(module):
+        return ""
+    head = module.lm_head
+    if is_patched(head) or any(other is head for other, _ in planned):
+        return "lm_head is shared with another model that is patched; unpatch that one first"
+    return ""
+
+
+def _foreign_heads(modules: list[nn.Module]) -> set[int]:
+    """Return ids of patched heads that belong to a model outside and are shared by one inside."""
+    of_patched: set[int] = set()
+    of_others: set[int] = set()
+    for module in modules:
+        head = module._modules.get("lm_head")
+        if head is not None:
+            (of_patched if is_patched(module) else of_others).add(id(head))
+    return of_others - of_patched
 
 
 def _plan(module: Any, row: Row) -> list[tuple[nn.Module, type[nn.Module]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,13 +13,24 @@ import torch
 from torch import nn
 
 from nearlight import ops
+from nearlight.core.rows import MAX_WIDTH
 from nearlight.nn import linear_loss
+from nearlight.nn.hooks import hook_in_the_way
 
 TRANSFORMERS = ((5, 17), (6, 0))  # versions tried: from, below
 
 
 def _always(module: nn.Module) -> str:
     return ""
+
+
+def _norm_why_not(module: Any) -> str:
+    width = 0 if module.weight is None else module.weight.shape[-1]
+    return _too_wide(width)
+
+
+def _too_wide(width: int) -> str:
+    return f"rows are {width} wide; our op takes at most {MAX_WIDTH}" if width > MAX_WIDTH else ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ def _rms_norm(eps: str, casting: Literal["llama", "gemma"], offset: float = 0.0)
             hidden_states, self.weight, getattr(self, eps), offset=offset, casting=casting
         )
 
-    return Row("rms_norm", lambda base: {"forward": forward})
+    return Row("rms_norm", lambda base: {"forward": forward}, _norm_why_not)
 
 
 def _layer_norm_forward(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
@@ -59,29 +71,47 @@ def _torch_norm_why_not(module: nn.LayerNorm | nn.RMSNorm) -> str:
         return f"normalizes over {len(module.normalized_shape)} dimensions; our op takes the last"
     if module.eps is None:
         return "eps=None depends on the dtype; give the norm an eps"
-    return ""
+    return _too_wide(module.normalized_shape[0])
 
 
-def _is_silu(activation: object) -> bool:
-    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+def _silu_why_not(activation: Any) -> str:
+    cls = type(activation)
+    is_theirs = cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations"
+    if cls is not nn.SiLU and not is_theirs:
+        return f"activation is {cls.__name__}; swiglu is SiLU only, no op for this one yet"
+    if "forward" in activation.__dict__:
+        return f"forward of the activation, {cls.__name__}, was replaced on this instance"
+    hook = hook_in_the_way(activation, is_called=False)
+    return f"{cls.__name__} has a {hook} hook, and swiglu would pass it by" if hook else ""
 
 
-def _swiglu_why_not(activation: str) -> Callable[[Any], str]:
-    def why_not(module: Any) -> str:
-        found = getattr(module, activation)
-        if _is_silu(found):
-            return ""
-        return f"activation is {type(found).__name__}; swiglu is SiLU only, no op for this one yet"
+def _swiglu(activation: str, gate_up: Callable[[Any, torch.Tensor], torch.Tensor]) -> Row:
+    """Return the row of a feed-forward block whose activation module has this name.
 
-    return why_not
+    The activation is not called any more, so each call asks whether it is still a bare SiLU.
+    """
+
+    def attributes(base: Any) -> Mapping[str, Any]:
+        original = base.forward
+
+        @functools.wraps(original)
+        def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+            if _silu_why_not(getattr(self, activation)):
+                result: torch.Tensor = original(self, hidden_states)
+                return result
+            return self.down_proj(gate_up(self, hidden_states))  # type: ignore[no-any-return]  # foreign
+
+        return {"forward": forward}
+
+    return Row("swiglu", attributes, lambda module: _silu_why_not(getattr(module, activation)))
 
 
-def _swiglu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+def _two_products(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return ops.swiglu(module.gate_proj(x), module.up_proj(x))
 
 
-def _packed_swiglu_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
+def _packed_product(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return ops.swiglu(module.gate_up_proj(x))
 
 
 def _apply_rotary_pos_emb(
@@ -130,16 +160,43 @@ def _innermost(function: Any) -> Any:
     return function
 
 
+_ROPE_NAME = "apply_rotary_pos_emb"
+
+
 def _rope_why_not(module: Any) -> str:
     if not getattr(module, "use_rope", True):
         return "this layer has no rotary embedding"
-    if "apply_rotary_pos_emb" not in _innermost(type(module).forward).__code__.co_names:
-        return "forward does not call apply_rotary_pos_emb in this version of transformers"
+    inner = _innermost(type(module).forward)
+    if _ROPE_NAME not in inner.__code__.co_names:
+        return f"forward does not call {_ROPE_NAME} in this version of transformers"
+    if not _is_own_rope(inner):
+        return f"{_ROPE_NAME} of {type(module).__module__} was replaced"
     return ""
 
 
-def _attention(base: type[nn.Module]) -> Mapping[str, Any]:
-    return {"forward": _with_global(base.forward, "apply_rotary_pos_emb", _apply_rotary_pos_emb)}
+def _is_own_rope(forward: Any) -> bool:
+    """Return whether a forward would call the function of its own file."""
+    code = getattr(forward.__globals__[_ROPE_NAME], "__code__", None)
+    return code is not None and code.co_filename == forward.__code__.co_filename
+
+
+def _attention(base: Any) -> Mapping[str, Any]:
+    """Return a forward with our rope, while all else that it calls is what it was here."""
+    original = base.forward
+    inner = _innermost(original)
+    fused = _with_global(original, _ROPE_NAME, _apply_rotary_pos_emb)
+    modeling = sys.modules[base.__module__]
+    is_own = _is_own_rope(inner)
+    called = [(n, inner.__globals__[n]) for n in inner.__code__.co_names if n in inner.__globals__]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Replaced in transformers' module after patching: the user's wish goes first.
+        if is_own and all(getattr(modeling, name) is value for name, value in called):
+            return fused(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 def _no_op_yet(what: str) -> Row:
@@ -148,12 +205,8 @@ def _no_op_yet(what: str) -> Row:
 
 _LLAMA_NORM = _rms_norm("variance_epsilon", casting="llama")
 _GEMMA_NORM = _rms_norm("eps", casting="gemma", offset=1.0)
-_MLP = {"MLP": Row("swiglu", lambda base: {"forward": _swiglu_forward}, _swiglu_why_not("act_fn"))}
-_PACKED_MLP = {
-    "MLP": Row(
-        "swiglu", lambda base: {"forward": _packed_swiglu_forward}, _swiglu_why_not("activation_fn")
-    )
-}
+_MLP = {"MLP": _swiglu("act_fn", _two_products)}
+_PACKED_MLP = {"MLP": _swiglu("activation_fn", _packed_product)}
 _EXPERTS = {"Experts": _no_op_yet("the experts of a mixture")}
 _ROPE = Row("rope", _attention, _rope_why_not)
 

@@ -4,6 +4,7 @@ The imports are eager because a function and its module share a name: once a sub
 imported, only an assignment after it leaves the function under that name.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,30 +12,20 @@ import torch
 
 from nearlight.core.backend import Choice, choose
 from nearlight.core.op import Op
-from nearlight.ops.layer_norm import OP as _LAYER_NORM
-from nearlight.ops.layer_norm import layer_norm
-from nearlight.ops.linear_cross_entropy import OP as _LINEAR_CROSS_ENTROPY
-from nearlight.ops.linear_cross_entropy import linear_cross_entropy
-from nearlight.ops.rms_norm import OP as _RMS_NORM
-from nearlight.ops.rms_norm import rms_norm
-from nearlight.ops.rope import OP as _ROPE
-from nearlight.ops.rope import rope
-from nearlight.ops.swiglu import OP as _SWIGLU
-from nearlight.ops.swiglu import swiglu
+from nearlight.ops.layer_norm import layer_norm as layer_norm
+from nearlight.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from nearlight.ops.rms_norm import rms_norm as rms_norm
+from nearlight.ops.rope import rope as rope
+from nearlight.ops.swiglu import swiglu as swiglu
 
+# Every function above has its record in its module.
 OPS: dict[str, Op] = {
-    op.name: op for op in (_LAYER_NORM, _LINEAR_CROSS_ENTROPY, _RMS_NORM, _ROPE, _SWIGLU)
+    name: sys.modules[f"{__name__}.{name}"].OP
+    for name, value in list(globals().items())
+    if callable(value) and f"{__name__}.{name}" in sys.modules
 }
 
-__all__ = [
-    "OPS",
-    "explain",
-    "layer_norm",
-    "linear_cross_entropy",
-    "rms_norm",
-    "rope",
-    "swiglu",
-]
+__all__ = ["OPS", "explain", *OPS]
 
 
 def explain(op: str | Callable[..., Any], *args: Any, backend: str = "auto") -> Choice:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,8 @@ from nearlight.core import ceilings, timing
 from nearlight.core.ceilings import AttentionPoint, Ceilings, Point
 from nearlight.core.errors import MissingPart
 from nearlight.core.hardware import Gpu, detect_gpu
-from nearlight.core.report import Report, write_aside
+from nearlight.core.report import Report, require_writable, write_aside
+from nearlight.core.versions import versions
 
 COPY_BYTES = tuple(1 << shift for shift in (20, 22, 24, 26, 28, 30, 32))
 MATMUL_SIZES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -41,7 +39,7 @@ def calibrate(into_repo: bool = False, progress: Progress = lambda message: None
 
     Args:
         into_repo: write into the package's data instead of the user's folder.
-        progress: told what goes on.
+        progress: told what goes on, and where the file was written.
 
     Returns:
         A report with the ceilings as rows.
@@ -52,14 +50,16 @@ def calibrate(into_repo: bool = False, progress: Progress = lambda message: None
     gpu = detect_gpu()
     if gpu is None:
         raise MissingPart("calibrate measures a GPU and this machine has none that torch sees")
-    measured = measure(gpu, progress)
     path = ceilings.package_path(gpu.key) if into_repo else ceilings.user_path(gpu.key)
+    require_writable(path)
+    measured = measure(gpu, progress)
     write_aside(path, json.dumps(measured.to_dict(), indent=1) + "\n")
+    progress(f"written to {path}")
     copy = measured.stream[-1].rate
     return Report(
         verb="calibrate",
         answer=f"{gpu.name}: copies {copy / 1e3:.2f} TB/s, "
-        f"{copy / gpu.memory_gbps:.0%} of the datasheet; written to {path}",
+        f"{copy / gpu.memory_gbps:.0%} of the datasheet",
         gpu=gpu.key,
         versions=dict(measured.versions),
         rows=rows(measured, gpu),
@@ -75,7 +75,7 @@ def measure(gpu: Gpu, progress: Progress = lambda message: None) -> Ceilings:
         gpu=gpu.key,
         source="torch's own kernels on random data, median, kernel floor taken off; streams: "
         "copies, bytes read plus written; attention: SDPA as torch chooses, causal counted half",
-        versions=versions(),
+        versions=versions(on_gpu=True),
         kernel_floor_us=floor_us,
         host_us=_host_costs(),
         stream=tuple(_copies(floor_us, progress)),
@@ -97,32 +97,6 @@ def _kernel_floor_us() -> float:
             tiny.add_(1)
 
     return timing.time_call(launch_many, flush_bytes=0).median_us / FLOOR_LAUNCHES
-
-
-def versions() -> dict[str, str]:
-    """Return device, driver, torch, triton, date and commit, as every committed result does."""
-    import pynvml
-    import triton
-
-    pynvml.nvmlInit()
-    driver = pynvml.nvmlSystemGetDriverVersion()
-    return {
-        "device": torch.cuda.get_device_name(),
-        "driver": driver.decode() if isinstance(driver, bytes) else driver,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-    }
-
-
-def commit() -> str:
-    """Return the commit of the source tree, or "" for an installed wheel."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _rate(work: float, timed: timing.Timing, floor_us: float) -> float:

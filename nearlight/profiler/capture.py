@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearlight.core import backend, cost
 from nearlight.core.cost import Cost
+from nearlight.core.errors import BadInput
 from nearlight.profiler import lowering
 from nearlight.profiler.aten_cost import is_stream, is_strided, stream_cost, tensors_in
 from nearlight.profiler.attribution import Attribution, Place
@@ -115,7 +116,8 @@ def trace(
         the last step: calls with costs, and the memory timeline.
 
     Raises:
-        ValueError: unknown optimizer, steps < 1, or a program whose shapes depend on values.
+        ValueError: unknown optimizer or steps < 1.
+        BadInput: a program whose shapes depend on values.
 
     Example:
         >>> step = trace(load("smollm2-135m", batch=8, seq=2048))  # doctest: +SKIP
@@ -127,8 +129,8 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(backend.force("triton"))
         # The user's own code makes model and batch together, and that model may be too large to
-        # exist for real; elsewhere a real batch tells what its masks hold.
-        known_batch = None if target.batch is None else target.make_batch("cpu")
+        # exist for real; elsewhere sizes are enough, for such a batch has no mask to look into.
+        known_batch = None if target.batch is None else target.make_batch("meta")
         fake_mode = stack.enter_context(imagined_gpu())
         recorder = stack.enter_context(_Recorder())
         if known_batch is None:
@@ -148,10 +150,7 @@ def trace(
                 recorder.start_step()
                 run_step(target, model, batch, updater, recorder.enter_phase)
         except DynamicOutputShapeException as error:
-            raise ValueError(
-                f"shapes of this program depend on values ({error.func}): it can be measured on "
-                "a GPU but not predicted"
-            ) from None
+            raise _needs_values(error.func) from None
         return _describe(recorder, target, optimizer, model, batch, updater)
 
 
@@ -307,6 +306,14 @@ class _Recorder(TorchDispatchMode):
         )
 
 
+def _needs_values(func: Any) -> BadInput:
+    return BadInput(
+        f"{func} makes this program depend on the values of its tensors, and nearlight looks at a "
+        "step by sizes alone: let shapes depend on shapes (a mask or torch.where in place of "
+        "indexing by a mask)"
+    )
+
+
 def cost_bytes(tensors: Any) -> int:
     """Return the bytes of distinct storages of some tensors."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
@@ -341,10 +348,7 @@ def _imagined_number(func: Any, args: Any, phase: Phase) -> Any:
         return float(number) if kind.is_floating_point else number
     if func is torch.ops.aten.equal.default:
         return True
-    raise ValueError(
-        f"{func} asks for values while the program runs: it can be measured on a GPU but not "
-        "predicted"
-    )
+    raise _needs_values(func)
 
 
 def _describe(

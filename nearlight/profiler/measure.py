@@ -111,8 +111,11 @@ def measure_state(step: Step, gpu: Gpu, limit_s: float, trace: Trace) -> State:
         ops=rows,
         memory=memory,
         peak_tensors=tuple(describe(timeline.alive(timeline.peak().event), PEAK_TENSORS)),
+        pipe=verdicts.main_pipe(call.cost for call in calls),
     )
-    return replace(state, figures=_figures(state, step.spread_ms, times))
+    return replace(
+        state, figures=_figures(state, step.spread_ms, times, unmodelled_us(calls, times))
+    )
 
 
 def measured_rows(
@@ -141,6 +144,15 @@ def measured_rows(
     if idle_s > 0:
         rows.append(verdicts.idle_row(idle_s))
     return tuple(sorted(rows, key=lambda row: -row.time_ms))
+
+
+def unmodelled_us(calls: tuple[Call, ...], times: KernelTimes) -> float:
+    """Return the device time of ops without a cost model, or that the recorded step lacks; pure."""
+    modelled: dict[tuple[str, str], bool] = {}
+    for call in calls:
+        key = (call.name, call.place.module)
+        modelled[key] = modelled.get(key, True) and call.is_modelled
+    return sum(us for key, us in times.time_us.items() if not modelled.get(key, False))
 
 
 def owners_of_peak(timeline: Timeline, peak_bytes: int) -> dict[str, int]:
@@ -186,7 +198,9 @@ def _profile(step: Step, known_ops: set[str]) -> KernelTimes:
     return kernel_times(profiler.events(), known_ops)
 
 
-def _figures(state: State, spread_ms: float, times: KernelTimes) -> dict[str, Figure]:
+def _figures(
+    state: State, spread_ms: float, times: KernelTimes, without_model_us: float
+) -> dict[str, Figure]:
     source = f"CUDA events, median of {MEASURED_STEPS} steps after {WARMUP_STEPS}"
     half = spread_ms / 2
     profiled = f"torch.profiler, one step, {times.num_kernels} kernels"
@@ -199,6 +213,7 @@ def _figures(state: State, spread_ms: float, times: KernelTimes) -> dict[str, Fi
         ),
         "limit_ms": Figure(state.limit_ms, "ms", "derived", "flops and bytes over datasheet peaks"),
         "share": Figure(state.share, "", "derived", "limit_ms ÷ step_ms"),
+        "unmodelled_ms": Figure(without_model_us / 1e3, "ms", "measured", profiled),
         "kernel_ms": Figure(times.total_us / 1e3, "ms", "measured", profiled),
         "attributed_share": Figure(times.attributed_share, "", "measured", profiled),
     }

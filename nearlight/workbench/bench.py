@@ -13,8 +13,10 @@ import torch
 from nearlight.core import timing
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import Gpu, ceilings, detect_gpu
+from nearlight.core.numerics import NUM_DRAWS
 from nearlight.core.op import Case, Inputs, Op
-from nearlight.core.report import Report
+from nearlight.core.report import Report, require_writable
+from nearlight.core.versions import versions
 from nearlight.workbench.bench_report import COPY, OURS, Row, peer_versions, report_of
 from nearlight.workbench.compare import Compared, settle
 from nearlight.workbench.record import PACKAGE
@@ -42,8 +44,6 @@ ALLOCATOR_BLOCK = 512
 # Sets of inputs that the timer rotates through.
 NUM_SETS = 3
 MIN_REPEATS = 20
-# Of a result that breaks the rule: see `compare.settle`; at full size each costs a second.
-NUM_DRAWS = 8
 
 Progress = Callable[[str], None]
 
@@ -107,17 +107,17 @@ def bench(
     """
     import platformdirs
 
-    from nearlight.profiler.calibrate import versions as versions_of_run
-
     gpu = detect_gpu()
     if gpu is None:
         raise MissingPart("bench measures a GPU and this machine has none that torch sees")
-    machine = Machine("cuda", gpu)
-    rows = measure(op, machine, peers, cases, directions, progress)
     root = PACKAGE / "data" if into_repo else Path(platformdirs.user_data_dir("nearlight"))
     path = root / "results" / gpu.key / f"bench-{op.name}.json"
-    report = report_of(op, gpu, rows, {**versions_of_run(), **peer_versions()}, path)
+    require_writable(path)
+    machine = Machine("cuda", gpu)
+    rows = measure(op, machine, peers, cases, directions, progress)
+    report = report_of(op, gpu, rows, {**versions(on_gpu=True), **peer_versions()})
     report.save_json(path)
+    progress(f"written to {path}")
     return report
 
 
@@ -235,7 +235,7 @@ def _check(
         return Compared(_compute(function, _cloned(held_to.inputs), upstream), held_to)
 
     # A peer's verdict is a remark, not worth minutes of a GPU.
-    return settle(compute, Trial(case), NUM_DRAWS if is_ours else 1)
+    return settle(compute, Trial(case), NUM_DRAWS if is_ours else 0)
 
 
 def _hold_to_declared(row: Row, declared_bytes: int | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from nearlight.core import timing
@@ -18,7 +17,7 @@ OURS, COPY = "nearlight", "copy"
 Row = dict[str, Any]
 
 
-def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str], path: Path) -> Report:
+def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str]) -> Report:
     """Return the report of a run's rows; its answer counts lost rows like won ones."""
     ours = [row for row in rows if row["implementation"] == OURS and "host_us" not in row]
     shares = [row["share"] for row in ours if "share" in row]
@@ -43,7 +42,7 @@ def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str], pa
         "ratio = peer's time ÷ ours",
         versions=versions,
         rows=rows,
-        next=f"written to {path}; next: nearlight check {op.name}",
+        next=f"next: nearlight check {op.name}",
     )
 
 

@@ -6,7 +6,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +15,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 
-import nearlight
 from nearlight.core.errors import BadInput
 from nearlight.core.hardware import detect_gpu
 from nearlight.core.op import Case, Op
 from nearlight.core.report import Proof, Report
-from nearlight.profiler.calibrate import versions as versions_of_run
+from nearlight.core.versions import versions
+from nearlight.workbench.compare import redrawn
 from nearlight.workbench.properties import PROPERTIES
 from nearlight.workbench.property import NotApplicable, Property
 from nearlight.workbench.trial import Refused, Rejected, Trial, launches
@@ -111,7 +109,7 @@ def check(
         target=op.name,
         gpu=gpu.key if gpu else "",
         setup=f"{'quick' if quick else 'full'} check, {method}",
-        versions=versions() | (versions_of_run() if gpu else {}),
+        versions=versions(on_gpu=gpu is not None),
         proof=Proof(bool(judged) and not failed, (), method),
         rows=as_dicts,
         next=next_step,
@@ -220,16 +218,6 @@ def source_of(op: Op) -> str:
     return f"{module.__file__}:{attribute}"
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that the results of a check depend on."""
-    return {
-        "nearlight": nearlight.__version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _chosen(only: Sequence[str] | None, quick: bool) -> list[Property]:
     known = {prop.name: prop for prop in PROPERTIES}
     unknown = [name for name in only or () if name not in known]
@@ -257,10 +245,12 @@ def _prove(prop: Property, op: Op, quick: bool, device: str) -> Row:
     except Exception as error:  # whatever an op raises here is the finding
         return row("failed", 0, f"no input could be made: {_describe(error)}")
     listed = [*op.check_cases, *(extreme.case for extreme in op.extremes)]
-    num_tried, refusals = 0, []
+    num_tried, num_redrawn, refusals = 0, 0, []
     rejection = ""
     for trial in trials:
-        outcome = _examine(prop, op, trial, device)
+        with redrawn() as names:
+            outcome = _examine(prop, op, trial, device)
+        num_redrawn += len(names)
         if isinstance(outcome, Rejected):
             rejection = str(outcome)
             if isinstance(outcome, Refused):
@@ -275,7 +265,10 @@ def _prove(prop: Property, op: Op, quick: bool, device: str) -> Row:
             return row("failed", num_tried, reason, _line(prop, op, smallest, device))
     if not num_tried:
         return row("failed", 0, f"no input could be made: {rejection or 'no trial'}")
-    return row("passed", num_tried, f"refuses {'; '.join(refusals)}" if refusals else "")
+    remarks = [f"refuses {'; '.join(refusals)}"] if refusals else []
+    noun = "result" if num_redrawn == 1 else "results"
+    remarks += [f"{num_redrawn} {noun} drawn again"] if num_redrawn else []
+    return row("passed", num_tried, "; ".join(remarks))
 
 
 def _examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected:

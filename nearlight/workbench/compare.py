@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from nearlight.core import numerics
+from nearlight.core.numerics import NUM_DRAWS, Judgement, failure, judge, redraw, without
 from nearlight.workbench.trial import Result, Standard, Trial
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
-# A row's scale is that of its largest element; of fewer than this it says little.
-MIN_ROW_WIDTH = 32
-NUM_DRAWS = 32
+
+# Names of the results drawn again inside a block of `redrawn`.
+_redrawn: ContextVar[list[str] | None] = ContextVar("redrawn", default=None)
 
 
 @dataclass(frozen=True)
@@ -26,74 +28,74 @@ class Compared:
     label: str = "gradient of"
 
 
+@contextmanager
+def redrawn() -> Iterator[list[str]]:
+    """Note the names of the results that `settle` draws again inside the block."""
+    names: list[str] = []
+    token = _redrawn.set(names)
+    try:
+        yield names
+    finally:
+        _redrawn.reset(token)
+
+
 def settle(
     compute: Callable[[Trial], Compared | str], trial: Trial, num_draws: int = NUM_DRAWS
 ) -> str:
     """Hold the results of a trial to the tolerance rule; say how they break it, or return "".
 
-    Where a few roundings decide (a single loss, a short row that cancels, the mean of a row far
-    from zero), ours and plain PyTorch's compare by luck in one draw. So finite results that break
-    the rule are drawn again with other seeds, and all draws are held to the same rule side by
-    side: luck evens out, a fault does not.
+    What breaks the rule by no more than luck may is drawn again with other seeds
+    (`nearlight.core.numerics.redraw`).
 
     Args:
         compute: makes the results of a trial, or says at once how they are wrong.
         trial: the input.
-        num_draws: of a result narrower than `MIN_ROW_WIDTH`; a quarter of it for a wider one; 1
-            takes the first draw as it is.
+        num_draws: further draws; 0 takes the first as it is.
     """
-    first = compute(trial)
-    triples = first if isinstance(first, str) else _triples(first)
-    if isinstance(triples, str):
-        return triples
-    reasons = {name: tensor_differs(*triple) for name, triple in triples.items()}
-    broken = {name: reason for name, reason in reasons.items() if reason}
-    draws = [triples]
-    for name, reason in broken.items():
-        if num_draws == 1 or not _is_comparable(*triples[name]):
-            return f"{name}: {reason}"
-    for name in broken:
-        width = triples[name][0].shape[-1] if triples[name][0].ndim else 1
-        needed = num_draws if width < MIN_ROW_WIDTH else max(num_draws // 4, 2)
-        while len(draws) < needed:
-            again = compute(replace(trial, seed=trial.seed + 1009 * len(draws)))
-            further = again if isinstance(again, str) else _triples(again)
-            if isinstance(further, str):
-                return further
-            draws.append(further)
-        columns = zip(*(draw[name] for draw in draws[:needed]), strict=True)
-        if reason := tensor_differs(*(_side_by_side(parts) for parts in columns)):
-            return f"{name}: {reason}"
-    return ""
+    first = _judgements(compute(trial))
+    if isinstance(first, str):
+        return first
+
+    def draw(index: int) -> Mapping[str, Judgement]:
+        again = _judgements(compute(replace(trial, seed=trial.seed + 1009 * index)))
+        return dict.fromkeys(first, failure(again)) if isinstance(again, str) else again
+
+    decided = redraw(first, draw, num_draws)
+    if (names := _redrawn.get()) is not None:
+        names += [name for name, judgement in decided.items() if judgement.num_draws]
+    reasons = (f"{name}: {judgement.reason}" for name, judgement in decided.items()
+               if not judgement.passed)  # fmt: skip
+    return next(reasons, "")
 
 
 def tensor_differs(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> str:
-    """Say how one tensor breaks the tolerance rule, or return ""."""
+    """Say how one tensor breaks the tolerance rule in this one draw, or return ""."""
+    return _judge(actual, plain, truth).reason
+
+
+def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Judgement:
     for what in ("shape", "dtype", "device"):
         ours, theirs = getattr(actual, what), getattr(plain, what)
         if ours != theirs:
-            return f"{what} {_short(ours)}, the reference gives {_short(theirs)}"
+            return failure(f"{what} {_short(ours)}, the reference gives {_short(theirs)}")
     if not actual.dtype.is_floating_point:
-        return "" if torch.equal(actual, plain) else "values differ"
+        is_same = torch.equal(actual, plain)
+        return judge(actual, plain, plain) if is_same else failure("values differ")
     # Where plain PyTorch leaves the range of the dtype and the truth does not, there is no
     # error to be held to.
     overflow = ~plain.isfinite() & truth.isfinite()
-    if bool(overflow.any()):
-        actual, plain, truth = actual[~overflow], plain[~overflow], truth[~overflow]
+    actual, plain, truth = without(overflow, actual, plain, truth)
     num_wrong = int((actual.isnan() & ~truth.isnan()).sum())
     if num_wrong:
-        return f"{num_wrong} of {actual.numel()} elements are NaN"
-    return numerics.judge(actual, plain, truth).reason
+        return failure(f"{num_wrong} of {actual.numel()} elements are NaN")
+    return judge(actual, plain, truth)
 
 
-def _is_comparable(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> bool:
-    """Return whether a result is finite and of the right kind, so that luck may have decided."""
-    is_of_kind = actual.shape == truth.shape and actual.dtype == plain.dtype
-    return is_of_kind and actual.dtype.is_floating_point and bool(actual.isfinite().all())
-
-
-def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts], dim=-1)
+def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:
+    triples = compared if isinstance(compared, str) else _triples(compared)
+    if isinstance(triples, str):
+        return triples
+    return {name: _judge(*triple) for name, triple in triples.items()}
 
 
 def _triples(compared: Compared) -> dict[str, Triple] | str:

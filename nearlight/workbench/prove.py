@@ -22,8 +22,9 @@ from typing import Any
 from nearlight.core.op import Op
 from nearlight.core.report import write_aside
 from nearlight.core.triton import check_budget, compile_for
+from nearlight.core.versions import versions
 from nearlight.workbench import record
-from nearlight.workbench.check import check, load_op, versions
+from nearlight.workbench.check import check, load_op
 
 # sm_75 is compiled where an op has a build for it; an op may refuse it.
 ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -1,11 +1,13 @@
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from nearlight.core import cuda
+from nearlight.core import compile_cache, cuda
 from nearlight.core.cuda import CompileError, Kernel
 
 ROW_SUM = Path(__file__).parent / "kernels" / "row_sum.cu"
@@ -49,7 +51,7 @@ def test_the_second_compile_comes_from_the_cache_and_an_edit_does_not(cache, tmp
     file = tmp_path / "k.cu"
     file.write_text('#include "value.cuh"\nextern "C" __global__ void f(int* x) { *x = VALUE; }\n')
     first = Kernel(file, "f").compile("sm_90a")
-    assert len(list(cache.iterdir())) == 1
+    (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "_compile", lambda *a: pytest.fail("compiled again"))
         assert Kernel(file, "f").compile("sm_90a") == first
@@ -58,6 +60,133 @@ def test_the_second_compile_comes_from_the_cache_and_an_edit_does_not(cache, tmp
     other = Kernel(file, "f", options=(("fma", False),)).compile("sm_90a")
     assert len(list(cache.iterdir())) == 3
     assert other.arch == "sm_90a"
+    (tmp_path / "value.cuh").write_text("#define VALUE 1\n")
+    for damaged in (b"", b"k\0log\0", entry.read_bytes()[:-1]):
+        entry.write_bytes(damaged)
+        assert Kernel(file, "f").compile("sm_90a").code == first.code
+        assert compile_cache.load(entry) is not None
+
+
+def compiled_name(file, **options):
+    """Compile a kernel whose name ends in the V of the header that the compiler found."""
+    text = Kernel(file, "f", **options).compile("sm_80").code
+    return [n for n in range(1, 10) if f"chosen_{n}".encode() in text]
+
+
+CHOSEN = """
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+extern "C" __global__ void JOIN(chosen_, V)() {}
+__global__ void f(int* x) {}
+"""
+
+
+@pytest.mark.parametrize("include", ["#include <v.h>", '#include "v.h"', '#include "a/a.h"'])
+def test_an_edit_of_any_header_compiles_anew(cache, tmp_path, include):
+    header = tmp_path / ("a/v.h" if "a.h" in include else "v.h")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "a.h").write_text('#include "v.h"\n')
+    (tmp_path / "b" / "b.h").write_text('#include "v.h"\n')
+    (tmp_path / "b" / "v.h").write_text("")
+    file = tmp_path / "k.cu"
+    file.write_text(f'#include "b/b.h"\n{include}\n{CHOSEN}')
+    for version in (1, 2):
+        header.write_text(f"#define V {version}\n")
+        assert compiled_name(file) == [version]
+
+
+def test_a_header_named_by_a_macro_is_compiled_each_time(cache, tmp_path):
+    file = tmp_path / "k.cu"
+    file.write_text(f"#include HEADER\n{CHOSEN}")
+    for version in (1, 2):
+        (tmp_path / "v.h").write_text(f"#define V {version}\n")
+        assert compiled_name(file, defines=(("HEADER", "<v.h>"),)) == [version]
+
+
+def test_headers_come_from_beside_the_file_and_never_from_the_working_directory(
+    cache, tmp_path, monkeypatch
+):
+    for folder, version in (("source", 1), ("elsewhere", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "v.h").write_text(f"#define V {version}\n")
+    (tmp_path / "source" / "k.cu").write_text(f'#include "v.h"\n{CHOSEN}')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert compiled_name(Path("../source/k.cu")) == [1]
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_compilation(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEARLIGHT_CACHE", str(tmp_path / "file" / "cache"))
+    compile_cache._warn.cache_clear()
+    with pytest.warns(UserWarning, match="compiled kernels are not kept"):
+        assert Kernel(ROW_SUM, "fill").compile("sm_80").code[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("std", r"`std` is not for the caller: it is always 'c\+\+17'"),
+        ("include_path", "headers lie beside the .cu file"),
+        ("define_macro", "use defines"),
+        ("pre_include", "include the header in the .cu file"),
+        ("use_fast_maths", "there is no `use_fast_maths`; did you mean `use_fast_math`"),
+    ],
+)
+def test_options_that_are_not_the_callers_are_refused_by_name(name, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Kernel(ROW_SUM, "fill", options=((name, "x"),)).compile("sm_80")
+    assert not isinstance(caught.value, CompileError)
+
+
+def test_a_new_kernel_takes_the_parameters_of_the_edited_file(tmp_path):
+    file = tmp_path / "k.cu"
+    x = torch.zeros(4)
+    file.write_text("__global__ void f(float* x, int n) {}")
+    with pytest.raises(TypeError, match=r"takes 2 arguments \(float\* x, int n\)"):
+        Kernel(file, "f")[(0,), (32,)](x)
+    file.write_text("__global__ void f(float* x) {}")
+    Kernel(file, "f")[(0,), (32,)](x)
+
+
+def test_a_loaded_kernel_keeps_the_parameters_it_was_compiled_with(cache, tmp_path, monkeypatch):
+    launched = []
+    monkeypatch.setattr(cuda, "_context", lambda index: _FakeContext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr("cuda.core.ObjectCode", _FakeObjectCode)
+    monkeypatch.setattr("cuda.core.launch", lambda *args: launched.append(args[2:]))
+    monkeypatch.setattr("cuda.core.LaunchConfig", dict)
+    file = tmp_path / "k.cu"
+    file.write_text('extern "C" __global__ void f(float* x, float s) { *x = s; }')
+    kernel = Kernel(file, "f")
+    x = torch.empty(4, device="meta")
+    kernel[(1,), (32,)](x, np.float64(0.5))
+    file.write_text('extern "C" __global__ void f(float* x, double s) { *x = s; }')
+    kernel[(1,), (32,)](x, 0.5)
+    Kernel(file, "f")[(1,), (32,)](x, np.float32(0.5))
+    assert [(symbol, type(s)) for symbol, _, s in launched] == [
+        ("f", np.float32),
+        ("f", np.float32),
+        ("f", np.float64),
+    ]
+
+
+class _FakeContext:
+    compute_capability = (8, 0)
+
+    def create_stream(self, stream):
+        return stream
+
+
+class _FakeObjectCode:
+    @classmethod
+    def from_cubin(cls, code):
+        assert code[:4] == b"\x7fELF"
+        return cls()
+
+    def get_kernel(self, symbol):
+        return symbol
 
 
 def test_many_processes_compile_the_same_kernel_at_once(cache):

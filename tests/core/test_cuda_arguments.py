@@ -14,7 +14,7 @@ ROW_SUM = Path(__file__).parent / "kernels" / "row_sum.cu"
 def test_parameters_are_read_from_the_source():
     assert Kernel(ROW_SUM, "row_sum<float>").parameters == (
         Parameter("out", "float", True),
-        Parameter("x", "T", True),
+        Parameter("x", "float", True),
         Parameter("num_columns", "long long", False),
         Parameter("scale", "float", False),
     )
@@ -31,6 +31,51 @@ def test_comments_and_nested_templates_do_not_confuse_the_parameters():
         Parameter("pairs", "Pair<int, float>", True),
         Parameter("n", "int", False),
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "parameter"),
+    [
+        ("float** x", Parameter("x", "float*", True)),
+        ("float* const* __restrict__ x", Parameter("x", "float*", True)),
+        ("float* x[4]", Parameter("x", "float*", True)),
+        ("const float x[][4]", Parameter("x", "float", True)),
+        ("Pair<int*, float> x", Parameter("x", "Pair<int*, float>", False)),
+        ("unsigned long long int x", Parameter("x", "unsigned long long int", False)),
+        ("int x = 3", Parameter("x", "int", False)),
+        ("T x", Parameter("x", "half*", True)),
+        ("U x", Parameter("x", "U", False)),
+        ('T* x, const char* s = "__global__ void f(int x) {}"', Parameter("x", "half**", True)),
+    ],
+)
+def test_declarations_are_read_as_cpp_reads_them(written, parameter):
+    source = f"template <typename T, int N, typename U = int>\n__global__ void f({written}) {{}}"
+    assert cuda_arguments.parameters(source, "f<half**, 4>")[0] == parameter
+
+
+def test_a_definition_counts_before_its_declarations():
+    source = "__global__ void f(float*, unsigned long);\n" + (
+        "#ifdef A\n__global__ void f(float* x, unsigned long n) {}\n"
+        "#else\n__global__ void f(float* out, unsigned long size) { }\n#endif"
+    )
+    assert [p.type for p in cuda_arguments.parameters(source, "f")] == ["float", "unsigned long"]
+
+
+@pytest.mark.parametrize("branch", ["#ifdef A\n{}\n#else\n{}\n#endif\n", "{}\n{}\n"])
+def test_several_definitions_of_one_kernel_are_refused(branch):
+    source = branch.format(
+        "__global__ void k(float* x, double s) {}", "__global__ void k(float* x, float s) {}"
+    )
+    with pytest.raises(
+        ValueError, match=r"take \(float\* x, double s\) and \(float\* x, float s\); .*own"
+    ):
+        cuda_arguments.parameters(source, "k")
+
+
+@pytest.mark.parametrize("written", ["float", "float* x\n#ifdef A\n, int n", "float (*x)[4]"])
+def test_a_parameter_that_cannot_be_read_is_refused(written):
+    with pytest.raises(ValueError, match="cannot read the kernel parameter"):
+        cuda_arguments.parameters(f"__global__ void f({written}) {{}}", "f")
 
 
 def typed(*args, name="row_sum<float>"):
@@ -66,3 +111,67 @@ def test_arguments_that_do_not_fit_are_refused(args, error, message):
 def test_an_int_too_large_for_the_parameter_is_refused():
     with pytest.raises(ValueError, match="n=4294967296 does not fit unsigned"):
         typed(torch.ones(1, dtype=torch.int32), 0, 2**32, name="fill")
+
+
+def scalar(written, value):
+    parameter = Parameter("s", written, False)
+    (typed,) = cuda_arguments.typed_arguments("k", [parameter], [value], torch.device("cpu"))
+    return typed
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "expected"),
+    [
+        ("float", np.float64(0.1), np.float32(0.1)),
+        ("double", np.float32(0.1), np.float64(np.float32(0.1))),
+        ("float", np.int64(3), np.float32(3)),
+        ("float", float("-inf"), np.float32("-inf")),
+        ("int", np.float32(3.0), np.int32(3)),
+        ("int", torch.tensor(-2), np.int32(-2)),
+        ("long int", np.int32(5), np.int64(5)),
+        ("short unsigned int", 65535, np.uint16(65535)),
+        ("size_t", np.int8(7), np.uint64(7)),
+        ("bool", np.bool_(True), np.bool_(True)),
+        ("bool", 0, np.bool_(False)),
+        ("T", np.float16(0.5), np.float16(0.5)),  # only the caller knows T
+    ],
+)
+def test_every_number_reaches_the_kernel_in_the_declared_type(written, value, expected):
+    typed = scalar(written, value)
+    assert type(typed) is type(expected) and typed == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "error", "message"),
+    [
+        ("int", np.float32(3.5), ValueError, "s is int; got np.float32"),
+        ("int", float("nan"), ValueError, "s is int; got nan"),
+        ("int", np.int64(2**40), ValueError, "s=1099511627776 does not fit int"),
+        ("size_t", np.int32(-1), ValueError, "s=-1 does not fit size_t"),
+        ("bool", 2, ValueError, "s=2 does not fit bool"),
+        ("float", 1e300, ValueError, "does not fit float"),
+        ("double", 10**400, ValueError, "does not fit double"),
+        ("int", "3", TypeError, "s is int and takes a number; got '3'"),
+        ("float", np.str_("3"), TypeError, "takes a number"),
+        ("float", 1j, TypeError, "takes a number"),
+        ("int", None, TypeError, "takes a number"),
+        ("int", torch.tensor(2.7), ValueError, "s is int"),
+        ("float", torch.ones(2), TypeError, "takes a number"),
+        ("T", 1.0, TypeError, "exactly its size .*np.float32: 4 bytes.*not float"),
+    ],
+)
+def test_values_that_the_declared_type_cannot_hold_are_refused(written, value, error, message):
+    with pytest.raises(error, match=message):
+        scalar(written, value)
+
+
+def test_pointers_to_pointers_take_addresses_and_templates_their_own_dtype():
+    addresses = torch.ones(2, dtype=torch.int64)
+    declared = cuda_arguments.parameters("__global__ void f(float** x) {}", "f")
+    assert cuda_arguments.typed_arguments("f", declared, [addresses], addresses.device) == [
+        addresses.data_ptr()
+    ]
+    with pytest.raises(TypeError, match=r"x points to float\* and takes torch.int64"):
+        cuda_arguments.typed_arguments("f", declared, [torch.ones(2)], addresses.device)
+    with pytest.raises(TypeError, match="x points to float and takes torch.float32"):
+        typed(torch.ones(2), torch.ones(2).bfloat16(), 1, 1.0)

@@ -1,6 +1,6 @@
 import pytest
 
-from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.errors import BadInput, MissingPart, one_line
 
 
 def test_bad_input_is_a_value_error_and_a_missing_part_is_not():
@@ -8,3 +8,9 @@ def test_bad_input_is_a_value_error_and_a_missing_part_is_not():
     assert not issubclass(MissingPart, ValueError)
     with pytest.raises(RuntimeError, match="pip install x"):
         raise MissingPart("pip install x")
+
+
+def test_any_error_is_one_line():
+    assert one_line(OSError("a\n  b")) == "OSError: a b"
+    assert one_line(ValueError()) == "ValueError: "
+    assert len(one_line(ValueError("x" * 1000))) == 300

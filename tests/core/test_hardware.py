@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nearlight.core import hardware
+from nearlight.core.errors import BadInput
 from nearlight.core.hardware import GPUS, PIPES, Chip, detect_gpu, find_gpu, gpu_from_device_name
 
 ALL = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
@@ -178,10 +179,10 @@ def test_detect_gpu(monkeypatch):
     _imagine(monkeypatch, "NVIDIA H200", 143156 * 2**20)
     assert detect_gpu() is GPUS["h200"]
     _imagine(monkeypatch, "NVIDIA H200", 35 * 2**30)
-    with pytest.raises(ValueError, match=r"35\.0 GiB where h200 has 140\.4"):
+    with pytest.raises(ValueError, match=r"35\.0 GiB where h200 has 140\.4.*--gpu NAME"):
         detect_gpu()
     _imagine(monkeypatch, "NVIDIA H300", 35 * 2**30)
-    with pytest.raises(ValueError, match=r"not in the table.*h200"):
+    with pytest.raises(BadInput, match=r"not in the table; --gpu NAME predicts.*h200"):
         detect_gpu()
 
 

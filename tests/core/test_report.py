@@ -3,7 +3,18 @@ import os
 
 import pytest
 
-from nearlight.core.report import Figure, Finding, OpRow, Proof, Report, State, write_aside
+from nearlight.core.errors import BadInput
+from nearlight.core.report import (
+    Figure,
+    Finding,
+    OpRow,
+    Proof,
+    Report,
+    State,
+    gib,
+    require_writable,
+    write_aside,
+)
 
 ROW = OpRow("aten::mm", "model.layers.0.mlp", 3, 2.0, 1.5, 0.75, "compute", 10, 20)
 
@@ -76,3 +87,36 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
         write_aside(target, "new")
     assert [p.name for p in target.parent.iterdir()] == ["report.json"]
     assert target.read_text() == "old"
+
+
+def test_bytes_are_written_as_they_are(tmp_path):
+    write_aside(tmp_path / "b", b"\0\xff")
+    assert (tmp_path / "b").read_bytes() == b"\0\xff"
+    write_aside(tmp_path / "t", "× µs\n")
+    assert (tmp_path / "t").read_bytes() == "× µs\n".encode()
+
+
+def test_a_writable_place_is_left_as_it_was(tmp_path):
+    require_writable(tmp_path / "new" / "folders" / "report.json")
+    (tmp_path / "old.json").write_text("old")
+    require_writable(tmp_path / "old.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="is a folder"):
+        require_writable(tmp_path)
+    with pytest.raises(BadInput, match="cannot be written"):
+        require_writable(tmp_path / "file" / "report.json")
+    with pytest.raises(BadInput, match="cannot be written"):
+        require_writable("/proc/nearlight/report.json")  # not even by root
+    with pytest.raises(BadInput, match="no ordinary file"):
+        require_writable("/dev/null")  # it would be replaced
+
+
+def test_bytes_as_text():
+    assert [gib(n) for n in (0, 2**20, 2**30 - 1, 2**30, 3 * 2**29, -(2**31))] == [
+        "0 MiB", "1 MiB", "1024 MiB", "1.00 GiB", "1.50 GiB", "-2.00 GiB",
+    ]  # fmt: skip

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from nearlight.core import rows
-from nearlight.core.rows import as_rows, check_rows, column_sums, launch_gpu, refuse_dtensor
+from nearlight.core.hardware import find_gpu
+from nearlight.core.rows import as_rows, check_rows, column_sums, refuse_dtensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -30,29 +31,14 @@ def test_as_rows_is_a_view_where_strides_allow():
     assert as_rows(torch.randn(5)).shape == (1, 5)
 
 
-def test_launch_gpu_is_none_for_the_interpreter():
-    assert launch_gpu(torch.device("cpu")) is None
-
-
-def test_launch_gpu_of_a_card_the_table_lacks(monkeypatch):
-    class Properties:
-        name, multi_processor_count = "NVIDIA Thing 1", 77
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    launch_gpu.cache_clear()
-    gpu = launch_gpu(torch.device("cuda", 0))
-    launch_gpu.cache_clear()
-    assert (gpu.key, gpu.num_sms) == ("h200", 77)
-
-
 def test_forward_tile_leaves_no_sm_idle():
-    gpu = rows.find_gpu("h200")
+    gpu = find_gpu("h200")
     assert rows.forward_config((16384, 128), gpu).block_m == 32
     assert rows.forward_config((gpu.num_sms, 128), gpu).block_m == 1
 
 
 def test_stages_follow_from_shared_memory():
-    large, small = rows.find_gpu("h200"), rows.find_gpu("rtx-4090")
+    large, small = find_gpu("h200"), find_gpu("rtx-4090")
     stages = [
         rows.backward_config((16384, 8192), torch.float32, gpu).num_stages for gpu in (large, small)
     ]

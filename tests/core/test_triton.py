@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from nearlight.core import interpreter
+from nearlight.core import compile_cache, interpreter
 from nearlight.core.machine_code import MAX_SHARED_BYTES
 from nearlight.core.op import KernelBuild
 from nearlight.core.triton import check_budget, compile_for, jit
@@ -215,11 +215,23 @@ def test_results_are_cached_by_kernel_arch_and_options(cache, monkeypatch):
     assert new.suffix == ".json"  # and nothing half-written beside it
 
 
-def test_a_damaged_cache_entry_is_made_again(cache):
+@pytest.mark.parametrize("damage", ["cut", "{}", "null", b"\xff\xfe", ""])
+def test_a_damaged_cache_entry_is_made_again(cache, monkeypatch, damage):
     code = compile_for(SCALE, "sm_80")
     for entry in cache.iterdir():
-        entry.write_text(entry.read_text()[:100])
+        text = entry.read_bytes()[:100] if damage == "cut" else damage
+        entry.write_bytes(text.encode() if isinstance(text, str) else text)
     assert compile_for(SCALE, "sm_80") == code
+    monkeypatch.setattr(triton, "compile", lambda *a, **k: pytest.fail("compiled again"))
+    assert compile_for(SCALE, "sm_80") == code
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_compilation(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEARLIGHT_CACHE", str(tmp_path / "file" / "cache"))
+    compile_cache._warn.cache_clear()
+    with pytest.warns(UserWarning, match="compiled kernels are not kept"):
+        assert compile_for(SCALE, "sm_80").arch == "sm_80"
 
 
 def test_compiling_waits_for_an_interpretation_in_another_thread():

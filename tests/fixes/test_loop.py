@@ -11,6 +11,7 @@ from nearlight.fixes import loop
 from nearlight.fixes.fix import Fix, NothingToDo
 from nearlight.fixes.program import Gain
 from nearlight.nn import is_patched, unpatch
+from nearlight.profiler.rules import does_not_fit
 
 FAST = Gain(ms=2.0, bytes=2**20, spread_ms=0.1)
 
@@ -26,8 +27,6 @@ def finding(fix, gain_ms=1.0):
 class FakeProgram:
     """A program whose gains are given; notes what it is asked."""
 
-    trace = None
-
     def __init__(self, gains, peak_bytes=2**30):
         self.gains, self.peak_bytes = gains, peak_bytes
         self.asked, self.log = [], []
@@ -35,6 +34,9 @@ class FakeProgram:
     def state(self, fixes):
         saved = sum(self.gains[fix.name].ms for fix in fixes)
         return state(20.0 - saved, self.peak_bytes)
+
+    def traced(self, fixes):
+        return [fix.name for fix in fixes]
 
     def gain(self, fixes, fix):
         self.asked.append(([f.name for f in fixes], fix.name))
@@ -58,7 +60,8 @@ def optimize(monkeypatch, make_target):
         fixes = {name: Fix(name, "exact", lambda model: lambda: None) for name in program.gains}
         monkeypatch.setattr(loop, "FIXES", fixes)
         monkeypatch.setattr(loop, "Predicted", lambda target, gpu: program)
-        monkeypatch.setattr(loop.rules, "find", lambda trace, state, gpu: findings)
+        if findings is not None:
+            monkeypatch.setattr(loop.rules, "find", lambda trace, state, gpu: findings)
         passes = Proof(True, [{"name": "loss", "passed": True, "reason": ""}], "tried")
         monkeypatch.setattr(loop, "prove", prove or (lambda *a: passes))
         return loop.optimize_target(target or make_target(), "h200")
@@ -71,7 +74,7 @@ def test_fixes_are_tried_in_the_order_of_the_findings_on_top_of_one_another(opti
     report = optimize(program, [finding("b", 9.0), finding("a", 5.0), finding("c", 1.0)])
     assert program.asked == [([], "b"), (["b"], "a"), (["b", "a"], "c")]
     assert [f.fix for f in report.findings] == ["b", "a", "c"]
-    assert all(f.applied and "+2.00 ms and +1 MiB" in f.note for f in report.findings)
+    assert all(f.applied and "saved 2.00 ms and 1 MiB" in f.note for f in report.findings)
     assert (report.before.step_ms, report.after.step_ms) == (20.0, 14.0)
     assert program.log == ["release", "close"], "memory is given back before the proof"
 
@@ -83,7 +86,7 @@ def test_a_fix_that_does_not_gain_is_undone_with_the_reason(optimize):
     report = optimize(program, [finding("a"), finding("b"), finding("c")])
     notes = {f.fix: (f.applied, f.note) for f in report.findings}
     assert notes["a"] == (
-        False, "undone: it saved +0.05 ms and +0 MiB on top of the ones before, noise 0.10 ms"
+        False, "undone: it saved 0.05 ms and 0 MiB on top of the ones before, noise 0.10 ms"
     )  # fmt: skip
     assert notes["b"][0] is False and "-1.00 ms" in notes["b"][1]
     assert notes["c"][0] is True
@@ -199,13 +202,14 @@ def test_the_program_is_closed_when_something_fails(optimize):
 def test_answer_and_next_step(optimize):
     report = optimize(FakeProgram({"a": FAST}), [finding("a")])
     assert report.answer == (
-        "LlamaForCausalLM on h200: 20.0 → 18.0 ms a step (1.11 × as fast), 1.0 → 1.0 GiB, "
+        "LlamaForCausalLM on h200: 20.0 ms → 18.0 ms a step (1.11 × as fast), "
+        "1.00 GiB → 1.00 GiB, "
         "predicted; results proved the same"
     )
     assert report.next == "next: nearlight.patch(model, only=['a']) after the model is built"
     nothing = optimize(FakeProgram({}), [])
     assert nothing.answer == (
-        "LlamaForCausalLM on h200: 20.0 ms a step (predicted), 1.0 GiB; nothing to apply"
+        "LlamaForCausalLM on h200: 20.0 ms a step (predicted), 1.00 GiB; nothing to apply"
     )
     assert nothing.next.startswith("next: nearlight predict LlamaForCausalLM")
 
@@ -213,6 +217,36 @@ def test_answer_and_next_step(optimize):
 def test_a_name_has_no_model_to_keep():
     with pytest.raises(BadInput, match="needs a live model"):
         loop.optimize("smollm2-135m", keep=True)
+
+
+def test_arguments_that_cannot_be_used_are_one_clear_line():
+    model, x = nn.Linear(2, 1), torch.ones(3, 2)
+    with pytest.raises(BadInput, match="unknown GPU 'h20o': did you mean .*h200"):
+        loop.optimize(model, x, gpu="h20o")
+    with pytest.raises(BadInput, match="Linear: all parameters are frozen"):
+        loop.optimize(nn.Linear(2, 1).requires_grad_(False), x, gpu="h200")
+    with pytest.raises(BadInput, match="Linear: the batch is empty"):
+        loop.optimize(model, x[:0], gpu="h200")
+    with torch.no_grad(), pytest.raises(BadInput, match=r"torch\.no_grad\(\)"):
+        loop.optimize(model, x, gpu="h200")
+    with pytest.raises(BadInput, match="t4 has no bf16: take --dtype fp16"):
+        loop.optimize("gpt2", gpu="t4")
+
+
+def test_a_detached_loss_is_told_and_a_tuple_has_its_loss_first():
+    class Pair(nn.Linear):
+        is_detached = True
+
+        def forward(self, input):
+            logits = super().forward(input)
+            loss = logits.square().mean()
+            return (loss.detach() if self.is_detached else loss), logits
+
+    model = Pair(2, 1)
+    with pytest.raises(BadInput, match="Pair: no gradient flows from the loss"):
+        loop.optimize(model, torch.ones(3, 2), gpu="h200")
+    model.is_detached = False
+    assert loop.optimize(model, torch.ones(3, 2), gpu="h200").before.step_ms > 0
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -266,3 +300,36 @@ def test_a_model_no_fix_fits_has_findings_and_no_proof():
     report = loop.optimize_target(target, "h200")
     assert report.proof is None and not any(f.applied for f in report.findings)
     assert "nothing to apply" in report.answer
+
+
+def test_what_the_fixes_made_untrue_is_not_told_as_open(optimize, monkeypatch):
+    program = FakeProgram({"a": FAST})
+    casts, launches = finding("", 9.0), replace(finding("", 3.0), title="many launches")
+    full = replace(finding("", 0.0), title=f"{does_not_fit.TITLE} on h200")
+    left = replace(launches, gain_ms=1.0)
+
+    def found(trace, state, gpu):
+        return [left] if trace == ["a"] else [full, casts, finding("a", 5.0), launches]
+
+    monkeypatch.setattr(loop.rules, "find", found)
+    report = optimize(program, None)
+    assert [(f.title, f.gain_ms, f.applied) for f in report.findings] == [
+        (full.title, 0.0, True), ("title of a", 5.0, True), ("many launches", 1.0, False),
+    ]  # fmt: skip
+    assert report.findings[0].note == "not so any more with the fixes"
+
+
+def test_a_loss_function_serves_a_live_model_without_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(4, 8)
+    with pytest.raises(BadInput, match="loss"):
+        loop.optimize(model, x, gpu="h200")
+    report = loop.optimize(
+        model, x, loss_fn=lambda model, batch: model(batch["input"]).square().mean(), gpu="h200"
+    )
+    assert report.before.step_ms > 0
+
+
+def test_small_steps_are_told_in_microseconds():
+    assert (loop._duration(0.0412), loop._duration(41.2)) == ("41 µs", "41.2 ms")

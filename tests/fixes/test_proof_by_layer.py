@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+from nearlight.core.numerics import NUM_DRAWS
 from nearlight.fixes import proof_by_layer
 from nearlight.fixes.fix import Fix, NothingToDo
 from nearlight.fixes.kernels import FIXES
@@ -171,11 +172,12 @@ def test_doubtful_rows_are_judged_by_other_inputs_near_the_captured_ones(make_ta
     judged, outputs = proof_by_layer.judged, []
 
     def unlucky_at_first(ours, plain, truth):
-        rows = judged(ours, plain, truth)
-        outputs.append(plain["output of model.layers.0"])
+        found = judged(ours, plain, truth)
+        name = "output of model.layers.0"
+        outputs.append(plain[name])
         if len(outputs) == 1:
-            rows[0] |= {"passed": False, "of_allowed": 2.0}
-        return rows
+            found[name] = replace(found[name], passed=False)
+        return found
 
     target = make_target()
     model = target.make_model()
@@ -186,10 +188,12 @@ def test_doubtful_rows_are_judged_by_other_inputs_near_the_captured_ones(make_ta
     rows = proof_by_layer._prove_layer(
         setting, "model.layers.0", model.model.layers[0], captured.calls[0]
     )
-    assert all(row["passed"] for row in rows) and rows[0]["draws"] == 5
-    assert len(outputs) == 5
+    assert all(row["passed"] for row in rows) and rows[0]["draws"] == NUM_DRAWS
+    assert len(outputs) == 1 + NUM_DRAWS
     distances = [float((out - outputs[0]).norm() / outputs[0].norm()) for out in outputs[1:]]
-    assert all(1e-4 < distance < 3e-2 for distance in distances) and len(set(distances)) == 4
+    assert (
+        all(1e-4 < distance < 3e-2 for distance in distances) and len(set(distances)) == NUM_DRAWS
+    )
 
 
 def test_memory_is_asked_for_before_the_work_starts(make_target, monkeypatch):

@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nearlight.core.numerics import NUM_DRAWS, judge
 from nearlight.fixes.proof_runs import by_draws, judged, one_sequence, repeatable, worst_first
 
 
@@ -77,21 +78,22 @@ def test_a_batch_without_tokens_keeps_its_size():
 def test_what_one_run_lacks_fails(lacking):
     runs = [{"loss": torch.ones(2, dtype=torch.float64)} for _ in range(3)]
     runs[lacking] = {}
-    (row,) = judged(*runs)
+    (row,) = by_draws(lambda draw: judged(*runs), 8)
     words = ("patched", "plain", "fp64")[lacking]
     assert not row["passed"] and row["reason"] == f"not computed by the {words} run"
 
 
 def test_shapes_that_differ_fail():
-    (row,) = judged({"a": torch.ones(2)}, {"a": torch.ones(3)}, {"a": torch.ones(3)})
-    assert not row["passed"] and "patched" in row["reason"]
+    found = judged({"a": torch.ones(2)}, {"a": torch.ones(3)}, {"a": torch.ones(3)})
+    assert not found["a"].passed and "patched" in found["a"].reason
 
 
 def test_rows_tell_how_near_the_limit_they_are():
     truth = torch.ones(1, 4, dtype=torch.float64)
     eps = torch.finfo(torch.float32).eps
     plain = truth.float() + 8 * eps
-    (row,) = judged({"a": truth.float() + 9 * eps}, {"a": plain}, {"a": truth})
+    found = judged({"a": truth.float() + 9 * eps}, {"a": plain}, {"a": truth})
+    (row,) = by_draws(lambda draw: found, 1)
     assert row["passed"] and row["of_allowed"] == pytest.approx(9 / (2 * 8 + 2))
     assert row["error"] == pytest.approx(9 * eps) and row["plain_error"] == pytest.approx(8 * eps)
 
@@ -107,48 +109,46 @@ def test_failed_rows_come_first():
 
 
 def shares(*of_allowed):
-    """Return an attempt whose one row comes out at these shares of its limit, draw by draw."""
+    """Return an attempt whose "a" errs by these shares of its limit, draw by draw."""
     asked = []
+    eps = torch.finfo(torch.float32).eps
+    truth = torch.ones(1, dtype=torch.float64)
+
+    def at(share):
+        return judge(truth + share * 2 * eps, truth, truth, torch.float32)
 
     def attempt(draw):
         asked.append(draw)
-        share = of_allowed[draw]
-        row = {"name": "a", "passed": share <= 1, "reason": "", "error": 0, "plain_error": 0}
-        return [row | {"of_allowed": share}, {"name": "b", "passed": True, "of_allowed": 0.1}]
+        return {"a": at(of_allowed[draw]), "b": at(0.1)}
 
     attempt.asked = asked
     return attempt
 
 
 def test_bad_luck_in_one_draw_is_no_fault():
-    attempt = shares(3.0, 0.5, 0.4, 1.2, 0.3)
-    a, b = by_draws(attempt, 8)
-    assert a["passed"] and a["of_allowed"] == 0.5 and a["draws"] == 5
-    assert "draws" not in b and attempt.asked == [0, 1, 2, 3, 4]
+    attempt = shares(3.0, 0.5, 0.4, 0.6)
+    a, b = by_draws(attempt, 4)
+    assert a["passed"] and a["draws"] == 3 and attempt.asked == [0, 1, 2, 3]
+    assert a["of_allowed"] == pytest.approx((0.77 / 3) ** 0.5)  # all three as one tensor
+    assert b["passed"] and "draws" not in b
 
 
 def test_a_row_that_fails_in_most_draws_fails():
-    a, _ = by_draws(shares(3.0, 0.5, 1.1, 1.2, 0.3), 8)
-    assert not a["passed"] and a["of_allowed"] == 1.1
+    a, _ = by_draws(shares(3.0, 0.5, 1.1, 1.2), 4)
+    assert not a["passed"] and a["of_allowed"] == pytest.approx(1.1)
 
 
 def test_a_row_that_passes_is_asked_once_and_stays():
-    attempt = shares(0.9, 9.0, 9.0)
+    attempt = shares(0.9, 9.0)
     assert by_draws(attempt, 8)[0]["passed"] and attempt.asked == [0]
 
 
-def test_what_no_luck_explains_fails_at_once():
-    attempt = shares(50.0, 0.1, 0.1, 0.1, 0.1)
-    assert not by_draws(attempt, 8)[0]["passed"] and attempt.asked == [0]
-    lacking = lambda draw: [{"name": "a", "passed": draw > 0, "reason": "not computed"}]  # noqa: E731 - one line says it
-    assert not by_draws(lacking, 8)[0]["passed"]
-
-
-@pytest.mark.parametrize(("available", "taken"), [(1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (9, 5)])
-def test_an_odd_number_of_draws_is_taken(available, taken):
-    attempt = shares(2.0, 0.1, 0.1, 0.1, 0.1)
-    by_draws(attempt, available)
-    assert len(attempt.asked) == taken
+def test_of_many_inputs_a_fixed_number_is_taken():
+    attempt = shares(*[2.0] * 100)
+    assert by_draws(attempt, 100)[0]["draws"] == NUM_DRAWS
+    assert attempt.asked == list(range(1 + NUM_DRAWS))
+    alone = shares(2.0)
+    assert not by_draws(alone, 1)[0]["passed"] and alone.asked == [0]
 
 
 def test_other_draws_take_other_samples():

@@ -75,6 +75,29 @@ def test_a_wrong_backward_alone_is_found_where_it_is(model: nn.Module, batch: An
     assert "first: output gradient differs first" in str(comparison)
 
 
+class Adds(nn.Module):
+    """Adds 1 and, in one element of a million, a little more."""
+
+    def __init__(self, more: float) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x + 1
+        out[300, 7] += self.more
+        return out
+
+
+def test_a_row_within_luck_is_doubtful_and_one_beyond_differs() -> None:
+    x = torch.randn(2048, 512, generator=torch.Generator().manual_seed(0))
+    doubtful = compare_models(Adds(0.0), Adds(3e-5), {"x": x})
+    assert doubtful.passed and [row.module for row in doubtful.doubtful] == [""]
+    assert str(doubtful).endswith("1 of them doubtful in single rows: compare another batch")
+    differs = compare_models(Adds(0.0), Adds(3.2e-4), {"x": x}).first
+    assert differs is not None and differs.judgement is not None and not differs.is_doubtful
+    assert differs.judgement.shares.whole < 1  # the row alone says it
+
+
 def test_another_shape_and_a_missing_module(model: nn.Module, batch: Any) -> None:
     changed = copy.deepcopy(model)
     changed.second = nn.Sequential(nn.Linear(8, 4))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nearlight import ops
+from nearlight.core.rows import MAX_WIDTH
 from nearlight.nn import patch, table
 
 VALUE = "outside"
@@ -64,3 +66,13 @@ def test_torchs_own_norms_over_one_dimension(kind: Any) -> None:
 def test_a_norm_whose_eps_depends_on_the_dtype_is_left_alone() -> None:
     patched = patch(nn.RMSNorm(8))
     assert patched.rows == () and "eps=None" in patched.skipped[0].reason
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, LlamaRMSNorm])
+def test_rows_wider_than_the_op_takes_are_left_alone(kind: Any) -> None:
+    model = nn.ModuleList([kind(width, eps=1e-5) for width in (MAX_WIDTH, MAX_WIDTH + 1)])
+    patched = patch(model)
+    assert [row.count for row in patched.rows] == [1]
+    assert patched.skipped[0].reason == "rows are 262145 wide; our op takes at most 262144"
+    x = torch.randn(2, MAX_WIDTH + 1)
+    assert torch.equal(model[1](x), kind(MAX_WIDTH + 1, eps=1e-5)(x))

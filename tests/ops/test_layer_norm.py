@@ -4,12 +4,10 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.library import opcheck
 
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import GPUS, find_gpu
-from nearlight.core.numerics import judge
 from nearlight.core.rows import MAX_BLOCK
 from nearlight.ops import OPS, layer_norm
 from nearlight.ops.layer_norm import config, reference
@@ -21,73 +19,42 @@ def triton(*args, **options):
     return layer_norm(*args, **options, backend="triton")
 
 
-def run(function, tensors, upstream, dtype=None, **options):
-    tensors = [
-        t if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors
-    ]
-    y = function(*tensors, **options)
-    wanted = [t for t in tensors if t is not None]
-    return [y, *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
-
-
-def assert_right(x, weight, bias, upstream=None, **options):
-    """Hold value and gradients to the tolerance rule."""
-    if upstream is None:
-        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    tensors = x, weight, bias
-    ours = run(triton, tensors, upstream, **options)
-    plain = run(reference, tensors, upstream, **options)
-    truth = run(reference, tensors, upstream, torch.float64, **options)
-    for index, (a, p, t) in enumerate(zip(ours, plain, truth, strict=True)):
-        assert a.dtype == p.dtype and a.shape == p.shape, index
-        judgement = judge(a, p, t)
-        assert judgement.passed, f"output or gradient {index}: {judgement.reason}"
-
-
 @pytest.mark.parametrize(
     "case",
     [*OP.check_cases, *OP.extremes],
     ids=lambda case: case.name + (f"-{case.dtype}" if hasattr(case, "dtype") else ""),
 )
-def test_values_and_gradients(case):
+def test_values_and_gradients(assert_right, case):
     is_extreme = hasattr(case, "change")
     shape = case.case if is_extreme else case
     inputs = OP.make_inputs(shape, torch.device("cpu"), torch.Generator().manual_seed(0))
     inputs = case.change(inputs) if is_extreme else inputs
-    assert_right(inputs.pop("x"), inputs.pop("weight"), inputs.pop("bias"), **inputs)
+    assert_right(OP, **inputs)
 
 
 @pytest.mark.parametrize(("mean", "std"), [(10.0, 0.01), (30.0, 0.01), (300.0, 0.1)])
 @pytest.mark.parametrize("width", [64, 4096, 20_000])
-def test_large_mean_keeps_the_variance(mean, std, width):
+def test_large_mean_keeps_the_variance(assert_right, mean, std, width):
     # A variance from one pass (E[x²] − mean²) gives NaN here.
     torch.manual_seed(0)
     x = mean + std * torch.randn(2, width)
-    truth = F.layer_norm(x.double(), (width,))
-    assert float((triton(x) - truth).abs().max()) < 4e-4
-    assert_right(x, torch.randn(width), torch.randn(width))
+    assert_right(OP, x, torch.randn(width), torch.randn(width))
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_scales(scale):
-    assert_right(scale * torch.randn(4, 100), torch.randn(100), torch.randn(100))
-
-
-def test_default_of_gpt2():
+def test_default_of_gpt2(assert_right):
     torch.manual_seed(0)
     module = torch.nn.LayerNorm(768)
     x = torch.randn(2, 6, 768)
-    ours = layer_norm(x, module.weight, module.bias, module.eps, backend="triton")
-    torch.testing.assert_close(ours, module(x), atol=2e-6, rtol=1e-5)
+    assert_right(OP, x, module.weight, module.bias, module.eps)
     assert torch.equal(layer_norm(x, module.weight, module.bias), module(x))
 
 
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
 )
-def test_mixed_dtypes(dtypes):
+def test_mixed_dtypes(assert_right, dtypes):
     x, weight = torch.randn(4, 40).to(dtypes[0]), torch.randn(40).to(dtypes[1])
-    assert_right(x, weight, torch.randn(40).to(dtypes[1]))
+    assert_right(OP, x, weight, torch.randn(40).to(dtypes[1]))
 
 
 LAYOUTS = {
@@ -104,22 +71,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_of_input_and_upstream(name):
+def test_layouts_of_input_and_upstream(assert_right, name):
     torch.manual_seed(0)
     x = LAYOUTS[name]()
     parameters = torch.randn(48)[::2], torch.randn(25)[1:]
-    assert_right(x, *parameters)
+    assert_right(OP, x, *parameters)
     other = torch.randn(x.shape)
     assert triton(other).is_contiguous()
-    assert_right(other, *parameters, upstream=x)
-
-
-def test_upstream_of_stride_zero():
-    x = torch.randn(2, 10, 32).requires_grad_()
-    weight, bias = torch.randn(32).requires_grad_(), torch.randn(32).requires_grad_()
-    grads = torch.autograd.grad(triton(x, weight, bias).sum(), (x, weight, bias))
-    expected = torch.autograd.grad(reference(x, weight, bias).sum(), (x, weight, bias))
-    torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+    assert_right(OP, other, *parameters, upstream=x)
 
 
 @pytest.mark.parametrize("shape", [(3, 0, 2520), (0, 8), (4, 0)])
@@ -144,26 +103,19 @@ def test_no_input_and_no_upstream_is_written():
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)])
 def test_gradients_only_for_what_needs_them(needs):
-    torch.manual_seed(0)
-    tensors = [
-        t.requires_grad_(bool(n))
-        for t, n in zip((torch.randn(4, 16), torch.randn(16), torch.randn(16)), needs, strict=True)
-    ]
+    tensors = torch.randn(4, 16), torch.randn(16), torch.randn(16)
     upstream = torch.randn(4, 16)
-    triton(*tensors).backward(upstream)
-    wanted = [t for t in tensors if t.requires_grad]
-    assert [t.grad is not None for t in tensors] == list(map(bool, needs))
-    expected = torch.autograd.grad(reference(*tensors), wanted, upstream)
-    for tensor, grad in zip(wanted, expected, strict=True):
-        torch.testing.assert_close(tensor.grad, grad, atol=1e-5, rtol=1e-5)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    every = torch.autograd.grad(triton(*leaves), leaves, upstream)
+    leaves = [t.clone().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=True)]
+    triton(*leaves).backward(upstream)
+    for leaf, is_needed, expected in zip(leaves, needs, every, strict=True):
+        assert torch.equal(leaf.grad, expected) if is_needed else leaf.grad is None
 
 
-def test_gradients_of_wide_rows_only_for_what_needs_them():
+def test_gradients_of_wide_rows_only_for_what_needs_them(assert_right):
     weight = torch.randn(MAX_BLOCK + 3, requires_grad=True)
-    x, upstream = torch.randn(2, MAX_BLOCK + 3), torch.randn(2, MAX_BLOCK + 3)
-    (ours,) = torch.autograd.grad(triton(x, weight), weight, upstream)
-    (expected,) = torch.autograd.grad(reference(x, weight), weight, upstream)
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert_right(OP, torch.randn(2, MAX_BLOCK + 3), weight)
 
 
 def test_second_backward_is_equal_and_double_backward_raises():
@@ -201,9 +153,11 @@ def test_compiles_whole_without_recompiling_per_row_count():
     for rows in (3, 5, 8, 13):
         x = torch.randn(rows, 16, requires_grad=True)
         y = compiled(x)
-        torch.testing.assert_close(y, reference(x, weight, bias) * 2, atol=1e-5, rtol=1e-5)
         y.sum().backward()
-        assert x.grad is not None
+        z = x.detach().requires_grad_()
+        eager = triton(z, weight, bias) * 2
+        assert torch.equal(y, eager)
+        assert torch.equal(x.grad, torch.autograd.grad(eager.sum(), z)[0])
     assert counter.frame_count <= 2  # the first static, the second for any number of rows
 
 
@@ -218,17 +172,14 @@ def test_offsets_past_two_to_the_31():
     code = """
 import torch
 from nearlight.ops import layer_norm
-x = torch.empty(2**31 + 8, dtype=torch.float16).as_strided((3, 8), (2**30, 1))
-x.copy_(torch.arange(24).view(3, 8))
+far = torch.empty(2**31 + 8, dtype=torch.float16).as_strided((3, 8), (2**30, 1))
+far.copy_(torch.arange(24).view(3, 8))
 upstream = torch.ones(3, 8, dtype=torch.float16).cumsum(1)
-x.requires_grad_()
-y = layer_norm(x, backend="triton")
-(dx,) = torch.autograd.grad(y, x, upstream)
-z = x.detach().clone().requires_grad_()
-expected = layer_norm(z, backend="reference")
-(dz,) = torch.autograd.grad(expected, z, upstream)
-torch.testing.assert_close(y, expected)
-torch.testing.assert_close(dx, dz, atol=2e-3, rtol=2e-3)
+results = []
+for x in (far, far.clone()):  # the copy's rows lie side by side
+    y = layer_norm(x.requires_grad_(), backend="triton")
+    results.append((y, *torch.autograd.grad(y, x, upstream)))
+assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 print("right")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -269,14 +220,6 @@ def test_cost_counts_fewest_bytes():
     assert backward.num_kernels == 2
     both = OP.cost(dataclasses.replace(OP.cases[0], shape={"rows": 10, "N": 64}))
     assert both["forward_backward"].bytes == forward.bytes + backward.bytes
-
-
-def test_builds_name_every_argument():
-    for build in OP.builds("sm_90"):
-        # Triton evaluates the annotations of a kernel: none but its own may stand there.
-        assert set(build.kernel.fn.__annotations__.values()) <= {"tl.constexpr"}
-        assert set(build.signature) | set(build.constants) == set(build.kernel.arg_names)
-        assert not set(build.signature) & set(build.constants)
 
 
 def test_wrong_arguments_are_refused():

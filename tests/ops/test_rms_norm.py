@@ -22,37 +22,10 @@ def triton(*args, **options):
     return rms_norm(*args, **options, backend="triton")
 
 
-def run(function, x, weight, upstream, dtype=None, **options):
-    x, weight = (
-        t if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, weight)
-    )
-    y = function(x, weight, **options)
-    wanted = [t for t in (x, weight) if t is not None]
-    return [y, *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
-
-
-def assert_right(x, weight, upstream=None, **options):
-    """Hold value and gradients to the tolerance rule."""
-    if upstream is None:
-        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    ours = run(triton, x, weight, upstream, **options)
-    plain = run(reference, x, weight, upstream, **options)
-    truth = run(reference, x, weight, upstream, torch.float64, **options)
-    for name, a, p, t in zip(("y", "dx", "dweight"), ours, plain, truth, strict=False):
-        assert a.dtype == p.dtype and a.shape == p.shape, name
-        judgement = judge(a, p, t)
-        assert judgement.passed, f"{name}: {judgement.reason}"
-
-
 @pytest.mark.parametrize("case", OP.check_cases, ids=lambda case: f"{case.name}-{case.dtype}")
-def test_values_and_gradients(case):
+def test_values_and_gradients(assert_right, case):
     inputs = OP.make_inputs(case, torch.device("cpu"), torch.Generator().manual_seed(0))
-    assert_right(inputs.pop("x"), inputs.pop("weight"), **inputs)
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_scales(scale):
-    assert_right(scale * torch.randn(4, 100), torch.randn(100))
+    assert_right(OP, **inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -76,9 +49,9 @@ def test_is_what_transformers_computes(kind, options, dtype):
     "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
 )
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_mixed_dtypes(casting, dtypes):
+def test_mixed_dtypes(assert_right, casting, dtypes):
     x, weight = torch.randn(4, 40).to(dtypes[0]), torch.randn(40).to(dtypes[1])
-    assert_right(x, weight, casting=casting)
+    assert_right(OP, x, weight, casting=casting)
 
 
 def test_llama_casting_rounds_before_the_weight():
@@ -104,26 +77,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_of_input_and_upstream(name):
+def test_layouts_of_input_and_upstream(assert_right, name):
     torch.manual_seed(0)
     x = LAYOUTS[name]()
-    assert_right(x, torch.randn(24))
-    contiguous = torch.randn(x.shape)
-    y = triton(contiguous.requires_grad_(), torch.ones(24))
-    assert y.is_contiguous()
-    expected = torch.autograd.grad(
-        reference(contiguous, torch.ones(24)), contiguous, x.contiguous()
-    )
-    (dx,) = torch.autograd.grad(y, contiguous, x)
-    torch.testing.assert_close(dx, expected[0], atol=1e-6, rtol=1e-5)
-
-
-def test_upstream_of_stride_zero_and_strided_weight():
-    x = torch.randn(2, 10, 256).requires_grad_()
-    weight = torch.randn(512)[::2].requires_grad_()
-    grads = torch.autograd.grad(triton(x, weight).sum(), (x, weight))
-    expected = torch.autograd.grad(reference(x, weight).sum(), (x, weight))
-    torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+    assert_right(OP, x, torch.randn(24))
+    other = torch.randn(x.shape)
+    assert triton(other, torch.ones(24)).is_contiguous()
+    assert_right(OP, other, torch.ones(24), upstream=x)
 
 
 def test_rows_that_are_views_are_not_copied():
@@ -142,26 +102,26 @@ def test_empty(shape):
     assert torch.equal(dweight, torch.zeros_like(weight))
 
 
-def test_no_input_and_no_upstream_is_written():
+def test_no_input_and_no_upstream_is_written(assert_right):
     # z = norm(x) + 2a with x = a: a norm that works in place gives a's gradient twice wrong.
-    a = torch.randn(4, 16, requires_grad=True)
-    weight, upstream = torch.randn(16), torch.randn(4, 16)
-    before = a.detach().clone(), weight.clone(), upstream.clone()
-    (ours,) = torch.autograd.grad(triton(a, weight) + 2 * a, a, upstream)
-    (expected,) = torch.autograd.grad(reference(a, weight) + 2 * a, a, upstream)
-    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    a, weight, upstream = torch.randn(4, 16), torch.randn(16), torch.randn(4, 16)
+    before = a.clone(), weight.clone(), upstream.clone()
+
+    def beside_a_residual(function):
+        return lambda x, weight: function(x, weight) + 2 * x
+
+    assert_right(OP, a, weight, upstream=upstream, through=beside_a_residual)
     assert all(torch.equal(b, t) for b, t in zip(before, (a, weight, upstream), strict=True))
 
 
 def test_gradients_only_for_what_needs_them():
-    for needs_x, needs_weight in ((True, False), (False, True)):
-        x = torch.randn(4, 16, requires_grad=needs_x)
-        weight = torch.randn(16, requires_grad=needs_weight)
-        triton(x, weight).square().sum().backward()
-        assert (x.grad is not None, weight.grad is not None) == (needs_x, needs_weight)
-        leaf = x if needs_x else weight
-        (expected,) = torch.autograd.grad(reference(x, weight).square().sum(), leaf)
-        torch.testing.assert_close(leaf.grad, expected, atol=1e-5, rtol=1e-5)
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    both = torch.autograd.grad(triton(x, weight).square().sum(), (x, weight))
+    for needs in ((True, False), (False, True)):
+        leaves = [t.detach().requires_grad_(n) for t, n in zip((x, weight), needs, strict=True)]
+        triton(*leaves).square().sum().backward()
+        for leaf, is_needed, expected in zip(leaves, needs, both, strict=True):
+            assert torch.equal(leaf.grad, expected) if is_needed else leaf.grad is None
     with torch.no_grad():
         assert not triton(x, weight).requires_grad
 
@@ -202,9 +162,11 @@ def test_compiles_whole_without_recompiling_per_row_count():
     for rows in (3, 5, 8, 13):
         x = torch.randn(rows, 16, requires_grad=True)
         y = compiled(x)
-        torch.testing.assert_close(y, reference(x, weight) * 2, atol=1e-6, rtol=1e-5)
         y.sum().backward()
-        assert x.grad is not None
+        z = x.detach().requires_grad_()
+        eager = triton(z, weight) * 2
+        assert torch.equal(y, eager)
+        assert torch.equal(x.grad, torch.autograd.grad(eager.sum(), z)[0])
     assert counter.frame_count <= 2  # the first static, the second for any number of rows
 
 
@@ -220,25 +182,23 @@ def test_offsets_past_two_to_the_31():
     code = """
 import torch
 from nearlight.ops import rms_norm
-x = torch.empty(2**31 + 8, dtype=torch.float16).as_strided((3, 8), (2**30, 1))
-x.copy_(torch.arange(24).view(3, 8))
-x.requires_grad_()
-y = rms_norm(x, backend="triton")
-(dx,) = torch.autograd.grad(y, x, torch.ones(3, 8, dtype=torch.float16).cumsum(1))
-z = x.detach().clone().requires_grad_()
-expected = rms_norm(z, backend="reference")
-(dz,) = torch.autograd.grad(expected, z, torch.ones(3, 8, dtype=torch.float16).cumsum(1))
-torch.testing.assert_close(y, expected)
-torch.testing.assert_close(dx, dz)
+far = torch.empty(2**31 + 8, dtype=torch.float16).as_strided((3, 8), (2**30, 1))
+far.copy_(torch.arange(24).view(3, 8))
+upstream = torch.ones(3, 8, dtype=torch.float16).cumsum(1)
+results = []
+for x in (far, far.clone()):  # the copy's rows lie side by side
+    y = rms_norm(x.requires_grad_(), backend="triton")
+    results.append((y, *torch.autograd.grad(y, x, upstream)))
+assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 print("right")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "right\n", done.stderr
 
 
-def test_many_rows_and_few_rows():
-    assert_right(torch.randn(70_000, 4), torch.randn(4))
-    assert_right(torch.randn(1, 8), torch.randn(8))
+def test_many_rows_and_few_rows(assert_right):
+    assert_right(OP, torch.randn(70_000, 4), torch.randn(4))
+    assert_right(OP, torch.randn(1, 8), torch.randn(8))
 
 
 @pytest.mark.parametrize("gpu", [None, *GPUS.values()], ids=lambda gpu: gpu.key if gpu else "cpu")
@@ -286,14 +246,6 @@ def test_cost_counts_fewest_bytes():
     assert backward.num_kernels == 2
     both = OP.cost(dataclasses.replace(OP.cases[0], shape={"rows": 10, "N": 64}))
     assert both["forward_backward"].bytes == forward.bytes + backward.bytes
-
-
-def test_builds_name_every_argument():
-    for build in OP.builds("sm_90"):
-        # Triton evaluates the annotations of a kernel: none but its own may stand there.
-        assert set(build.kernel.fn.__annotations__.values()) <= {"tl.constexpr"}
-        assert set(build.signature) | set(build.constants) == set(build.kernel.arg_names)
-        assert not set(build.signature) & set(build.constants)
 
 
 def test_wrong_arguments_are_refused():

@@ -12,7 +12,6 @@ from transformers.models.phi3 import modeling_phi3
 
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import find_gpu
-from nearlight.core.numerics import judge
 from nearlight.core.triton import check_budget, compile_for
 from nearlight.ops.rope import OP, Config, config, reference, rope
 
@@ -44,24 +43,9 @@ def run(function, q, k, cos, sin, upstream, **options):
     return *outputs, *torch.autograd.grad(outputs, leaves, upstream)
 
 
-def assert_right(q, k, cos, sin, upstream=None, peer=reference, **options):
-    """Hold outputs and gradients to the tolerance rule; the truth is the reference in fp64."""
-    if upstream is None:
-        upstream = [torch.empty_like(x).copy_(random(*x.shape, seed=7)) for x in (q, k)]
-    actual = run(ours, q, k, cos, sin, upstream, **options)
-    plain = run(peer, q, k, cos, sin, upstream, **(options if peer is reference else {}))
-    wide = [x.double() for x in (q, k, cos, sin)], [x.double() for x in upstream]
-    truth = run(reference, *wide[0], wide[1], **options)
-    for one, two, three in zip(actual, plain, truth, strict=True):
-        assert one.dtype == q.dtype
-        judgement = judge(one, two.to(one.dtype), three)
-        assert judgement.passed, judgement.reason
-    return actual
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_heads, num_key_heads", [(1, 1), (9, 3), (14, 2), (5, 5), (2, 3)])
-def test_any_ratio_of_heads_as_llama(num_heads, num_key_heads, dtype):
+def test_any_ratio_of_heads_as_llama(assert_right, num_heads, num_key_heads, dtype):
     rotary = modeling_llama.LlamaRotaryEmbedding(
         LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
     )
@@ -69,44 +53,45 @@ def test_any_ratio_of_heads_as_llama(num_heads, num_key_heads, dtype):
     k = heads(2, 5, num_key_heads, 16, dtype, seed=1)
     cos, sin = rotary(q, torch.arange(5)[None] + torch.tensor([[0], [3]]))
     assert cos.shape == (2, 5, 16)
-    assert_right(q, k, cos, sin, peer=modeling_llama.apply_rotary_pos_emb)
+    assert_right(OP, q, k, cos, sin, plain=modeling_llama.apply_rotary_pos_emb)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_partial_rotary_as_phi3(dtype):
+def test_partial_rotary_as_phi3(assert_right, dtype):
     q, k = heads(2, 5, 4, 12, dtype), heads(2, 5, 2, 12, dtype, seed=1)
     cos, sin = tables(1, 5, 4, dtype=dtype)
-    out = assert_right(q, k, cos, sin, peer=modeling_phi3.apply_rotary_pos_emb)
+    out = assert_right(OP, q, k, cos, sin, plain=modeling_phi3.apply_rotary_pos_emb).outputs
     assert torch.equal(out[0][..., 4:], q[..., 4:]) and torch.equal(out[1][..., 4:], k[..., 4:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_interleaved_as_cohere(dtype):
+def test_interleaved_as_cohere(assert_right, dtype):
     q, k = heads(2, 5, 4, 6, dtype), heads(2, 5, 2, 6, dtype, seed=1)
     cos, sin = (table.repeat_interleave(2, -1) for table in tables(1, 5, 3, dtype=dtype))
-    assert_right(q, k, cos, sin, peer=modeling_cohere.apply_rotary_pos_emb, interleaved=True)
+    assert_right(OP, q, k, cos, sin, plain=modeling_cohere.apply_rotary_pos_emb, interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_interleaved_half_tables_as_gptj(dtype):
+def test_interleaved_half_tables_as_gptj(assert_right, dtype):
     q, k = random(2, 5, 4, 6, dtype=dtype), random(2, 5, 4, 6, dtype=dtype, seed=1)
     cos, sin = tables(2, 5, 3, dtype=dtype)
 
     def gptj(q, k, cos, sin):
         return tuple(modeling_gptj.apply_rotary_pos_emb(x, sin, cos) for x in (q, k))
 
-    assert_right(q, k, cos, sin, peer=gptj, interleaved=True, rotary_dim=6, heads_dim=2)
+    assert_right(OP, q, k, cos, sin, plain=gptj, interleaved=True, rotary_dim=6, heads_dim=2)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("table", [(5, 8), (1, 5, 8), (2, 5, 8), (5, 4), (2, 5, 4), (5, 2)])
 @pytest.mark.parametrize("heads_dim", [1, 2])
-def test_tables(table, is_interleaved, heads_dim):
+def test_tables(assert_right, table, is_interleaved, heads_dim):
     q, k = random(2, 5, 3, 10), random(2, 5, 2, 10, seed=1)
     if heads_dim == 1:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     rotary_dim = 2 * table[-1] if table[-1] < 8 else None
     assert_right(
+        OP,
         q,
         k,
         *tables(*table),
@@ -116,9 +101,9 @@ def test_tables(table, is_interleaved, heads_dim):
     )
 
 
-def test_tables_in_fp32_beside_bf16_heads():
+def test_tables_in_fp32_beside_bf16_heads(assert_right):
     q, k = heads(1, 5, 3, 8, torch.bfloat16), heads(1, 5, 2, 8, torch.bfloat16, seed=1)
-    out = assert_right(q, k, *tables(5, 8))
+    out = assert_right(OP, q, k, *tables(5, 8)).outputs
     assert out[0].dtype == torch.bfloat16
 
 
@@ -139,10 +124,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["q", "k", "upstream", "all"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_layouts(layout, which, is_interleaved):
+def test_layouts(assert_right, layout, which, is_interleaved):
     odd, plain = LAYOUTS[layout](), random(2, 3, 5, 8, seed=3)
     q, k, dq = (odd if which in (name, "all") else plain for name in ("q", "k", "upstream"))
-    assert_right(q, k, *tables(5, 6), upstream=[dq, plain], interleaved=is_interleaved)
+    assert_right(OP, q, k, *tables(5, 6), upstream=[dq, plain], interleaved=is_interleaved)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +139,10 @@ def test_layouts(layout, which, is_interleaved):
         lambda: random(2, 6, 8)[:, 1:],
     ],
 )
-def test_table_layouts(table):
+def test_table_layouts(assert_right, table):
     cos = table()
     for sin in (cos, cos.contiguous() + 1):
-        assert_right(heads(2, 5, 3, 8), heads(2, 5, 2, 8, seed=1), cos, sin)
+        assert_right(OP, heads(2, 5, 3, 8), heads(2, 5, 2, 8, seed=1), cos, sin)
 
 
 def test_order_of_memory_is_kept():
@@ -171,7 +156,7 @@ def test_order_of_memory_is_kept():
     assert ours(random(2, 3, 5, 8), k, *tables(5, 8))[0].is_contiguous()
 
 
-def test_positions_pick_rows():
+def test_positions_pick_rows(assert_right):
     q, k = heads(2, 4, 3, 8), heads(2, 4, 1, 8, seed=1)
     for positions in (
         torch.tensor([[0, 1, 2, 3], [9, 9, 0, 5]]),
@@ -180,11 +165,13 @@ def test_positions_pick_rows():
         torch.arange(8).view(4, 2).T,
         torch.arange(4)[None].expand(2, 4),
     ):
-        assert_right(q, k, *tables(10, 8), position_ids=positions)
-        assert_right(q, k, *tables(10, 3), position_ids=positions, rotary_dim=6, interleaved=True)
+        assert_right(OP, q, k, *tables(10, 8), position_ids=positions)
+        assert_right(
+            OP, q, k, *tables(10, 3), position_ids=positions, rotary_dim=6, interleaved=True
+        )
 
 
-def test_every_row_is_written_with_left_padding(monkeypatch):
+def test_every_row_is_written_with_left_padding(assert_right, monkeypatch):
     # Left padding gives negative positions; rows of them were left uninitialised elsewhere.
     def poisoned(x, empty_like=torch.empty_like):
         return empty_like(x).fill_(float("nan"))
@@ -193,10 +180,7 @@ def test_every_row_is_written_with_left_padding(monkeypatch):
     q, k = heads(2, 5, 3, 8), heads(2, 5, 2, 8, seed=1)
     cos, sin = tables(7, 6)
     positions = torch.tensor([[-3, -2, -1, 0, 1], [0, 1, 2, 3, 4]])
-    actual = ours(q, k, cos, sin, position_ids=positions)
-    expected = reference(q, k, cos, sin, position_ids=positions)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_right(OP, q, k, cos, sin, position_ids=positions)
 
 
 def test_positions_outside_of_the_table(monkeypatch):
@@ -212,28 +196,30 @@ def test_positions_outside_of_the_table(monkeypatch):
             patch.setattr(registration, "_check_positions", lambda *_: None)
             actual = ours(q, k, cos, sin, position_ids=positions)
         inside = positions.where(positions.abs() < 6, 0).where(positions != -6, -6)
-        expected = reference(q, k, cos, sin, position_ids=inside)
+        expected = ours(q, k, cos, sin, position_ids=inside)
         for one, other in zip(actual, expected, strict=True):
             assert one[:, :, 1].isnan().all()
             kept = [0, 2, 3]
-            torch.testing.assert_close(one[:, :, kept], other[:, :, kept])
+            assert torch.equal(one[:, :, kept], other[:, :, kept])
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("tile", [(2, 2, 2, False), (1, 4, 1, False), (4, 2, 2, True)])
 @pytest.mark.parametrize("tokens, num_heads, width", [(3, 3, 10), (4, 4, 8), (5, 5, 8), (1, 1, 6)])
-def test_tile_edges_as_on_a_gpu(monkeypatch, tile, tokens, num_heads, width, is_interleaved):
+def test_tile_edges_as_on_a_gpu(
+    assert_right, monkeypatch, tile, tokens, num_heads, width, is_interleaved
+):
     block_s, block_h, block_hk, share_angles = tile
     chosen = Config(block_s, block_h, block_hk, 4, share_angles, num_warps=4)
     registration = sys.modules["nearlight.ops.rope.registration"]
     monkeypatch.setattr(registration, "config", lambda *_: chosen)
     q, k = heads(2, tokens, num_heads, width), heads(2, tokens, 3, width, seed=1)
     rotary_dim = min(width, 8)
-    assert_right(q, k, *tables(2, tokens, rotary_dim), interleaved=is_interleaved)
+    assert_right(OP, q, k, *tables(2, tokens, rotary_dim), interleaved=is_interleaved)
     positions = torch.randint(-9, 9, (2, tokens), generator=torch.Generator().manual_seed(0))
     half = tables(9, rotary_dim // 2)
     assert_right(
-        q, k, *half, position_ids=positions, rotary_dim=rotary_dim, interleaved=is_interleaved
+        OP, q, k, *half, position_ids=positions, rotary_dim=rotary_dim, interleaved=is_interleaved
     )
 
 
@@ -249,18 +235,18 @@ def test_config():
     assert config((4096, 32, 8, 64), torch.float32, None) == Config(128, 32, 8, 64, True, 4)
 
 
-def test_more_tokens_than_a_grid_axis_takes():
+def test_more_tokens_than_a_grid_axis_takes(assert_right):
     q, k = heads(1, 66_000, 1, 2), heads(1, 66_000, 1, 2, seed=1)
-    assert_right(q, k, *tables(66_000, 2))
+    assert_right(OP, q, k, *tables(66_000, 2))
 
 
 @pytest.mark.parametrize(
     "sizes", [(0, 3, 2, 1, 4), (2, 0, 2, 1, 4), (2, 3, 0, 1, 4), (2, 3, 2, 0, 4)]
 )
-def test_empty(sizes):
+def test_empty(assert_right, sizes):
     batch, tokens, num_heads, num_key_heads, width = sizes
     q, k = heads(batch, tokens, num_heads, width), heads(batch, tokens, num_key_heads, width)
-    assert_right(q, k, *tables(tokens, width))
+    assert_right(OP, q, k, *tables(tokens, width))
     positions = torch.zeros(batch, tokens, dtype=torch.int64)
     assert ours(q, k, *tables(5, width), position_ids=positions)[0].shape == q.shape
 
@@ -281,13 +267,14 @@ def test_inputs_stay_and_backward_twice_gives_the_same():
 
 @pytest.mark.parametrize("trained", ["q", "k"])
 def test_one_frozen_and_one_unused(trained):
-    q, k = heads(2, 3, 2, 4), heads(2, 3, 1, 4, seed=1)
+    q, k = heads(2, 3, 2, 4).requires_grad_(), heads(2, 3, 1, 4, seed=1).requires_grad_()
     cos, sin = tables(3, 4)
     index = "qk".index(trained)
-    leaf = (q, k)[index].requires_grad_()
+    leaf = (q, k)[index]
+    (expected,) = torch.autograd.grad(ours(q, k, cos, sin)[index].sum(), leaf)
+    (q, k)[1 - index].requires_grad_(False)
     ours(q, k, cos, sin)[index].sum().backward()
-    expected = torch.autograd.grad(reference(q, k, cos, sin)[index].sum(), leaf)[0]
-    torch.testing.assert_close(leaf.grad, expected)
+    assert torch.equal(leaf.grad, expected)
     assert (q, k)[1 - index].grad is None
 
 
@@ -309,7 +296,7 @@ def test_first_and_second_derivatives(is_interleaved):
     second = torch.autograd.grad(gradients, upstream, weights)
     expected = reference(*weights, cos, sin, interleaved=is_interleaved)
     for one, other in zip(second, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert torch.equal(one, other)
 
 
 def test_tables_that_want_a_gradient():
@@ -342,17 +329,17 @@ def test_compiled_without_a_graph_per_length():
         q, k = heads(2, tokens, 2, 4).requires_grad_(), heads(2, tokens, 1, 4, seed=1)
         cos, sin = tables(1, tokens, 4)
         q_out, _ = compiled(q, k, cos, sin)
-        torch.testing.assert_close(q_out, reference(q, k, cos, sin)[0])
+        eager = ours(q, k, cos, sin)[0]
+        assert torch.equal(q_out, eager)
         assert q_out.stride() == q.stride()
         q_out.sum().backward()
-        expected = torch.autograd.grad(reference(q, k, cos, sin)[0].sum(), q)[0]
-        torch.testing.assert_close(q.grad, expected)
+        assert torch.equal(q.grad, torch.autograd.grad(eager.sum(), q)[0])
     assert counter.frame_count <= 2
 
 
 PAST_INT32 = """
 import torch
-from nearlight.ops.rope import reference, rope
+from nearlight.ops.rope import rope
 # 4 GiB that nobody touches but where the tokens lie: the last starts at element 2**31.
 storage = torch.empty(2**31 + 64, dtype=torch.bfloat16)
 q = storage.as_strided((1, 2, 3, 8), (0, 8, 2**30, 1)).copy_(torch.randn(1, 2, 3, 8))
@@ -362,11 +349,11 @@ for inputs in ((q, q), (k, k)):
     tokens = inputs[0].shape[2]
     table = angles[:tokens].cos().bfloat16(), angles[:tokens].sin().bfloat16()
     results = []
-    for function in (lambda *x: rope(*x, backend="triton"), reference):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        outputs = function(*leaves, *table)
+    for near in (inputs, [x.clone() for x in inputs]):  # the copies' tokens lie side by side
+        leaves = [x.detach().requires_grad_() for x in near]
+        outputs = rope(*leaves, *table, backend="triton")
         results.append((*outputs, *torch.autograd.grad(outputs, leaves, inputs)))
-    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 print("right")
 """
 

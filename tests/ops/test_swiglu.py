@@ -25,31 +25,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(function, gate, up, dout):
-    """Return output and gradients over fresh leaves of the same memory."""
-    leaves = [t.detach().requires_grad_() for t in (gate, up) if t is not None]
-    out = function(*leaves)
-    return out, *torch.autograd.grad(out, leaves, dout)
-
-
 def ours(gate, up=None):
     return swiglu(gate, up, backend="triton")
-
-
-def assert_right(gate, up=None, dout=None):
-    """Hold output and gradients to the tolerance rule; the truth is the reference in fp64."""
-    dout = random(*reference(gate, up).shape, dtype=gate.dtype, seed=9) if dout is None else dout
-    wide = (None if t is None else t.double() for t in (gate, up, dout))
-    results = zip(
-        run(ours, gate, up, dout),
-        run(reference, gate, up, dout),
-        run(reference, *wide),
-        strict=True,
-    )
-    for actual, plain, truth in results:
-        assert actual.dtype == plain.dtype
-        judgement = judge(actual, plain, truth)
-        assert judgement.passed, judgement.reason
 
 
 def patch_config(monkeypatch: pytest.MonkeyPatch, tile: Config) -> None:
@@ -59,28 +36,31 @@ def patch_config(monkeypatch: pytest.MonkeyPatch, tile: Config) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 7), (5, 129), (2, 1000)])
-def test_two_inputs(rows, width, dtype):
-    assert_right(random(rows, width, dtype=dtype) * 3, random(rows, width, dtype=dtype, seed=1))
+def test_two_inputs(assert_right, rows, width, dtype):
+    assert_right(OP, random(rows, width, dtype=dtype) * 3, random(rows, width, dtype=dtype, seed=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2,), (4, 6), (2, 3, 130)])
-def test_packed(shape, dtype):
-    assert_right(random(*shape, dtype=dtype) * 3)
+def test_packed(assert_right, shape, dtype):
+    assert_right(OP, random(*shape, dtype=dtype) * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale, mean", [(1e-3, 0), (1e3, 0), (0.1, -20), (0.1, 12), (1, -60)])
-def test_values_that_are_not_flat(dtype, scale, mean):
+def test_values_that_are_not_flat(assert_right, dtype, scale, mean):
     gate = (random(6, 65) * scale + mean).to(dtype)
-    assert_right(gate, random(6, 65, dtype=dtype, seed=1) * 1e3)
+    assert_right(OP, gate, random(6, 65, dtype=dtype, seed=1) * 1e3)
 
 
 def test_infinities_and_nan_are_those_of_torch():
-    gate = torch.tensor([float("inf"), -float("inf"), float("nan"), -1e38, 1e38, 104.0, -104.0])
-    torch.testing.assert_close(
-        ours(gate, torch.ones(7)), reference(gate, torch.ones(7)), equal_nan=True, rtol=1e-6, atol=0
-    )
+    gate = torch.tensor([float("inf"), -float("inf"), float("nan"), -1e38, 1e38])
+    plain = reference(gate, torch.ones(5))
+    torch.testing.assert_close(ours(gate, torch.ones(5)), plain, equal_nan=True, rtol=0, atol=0)
+
+
+def test_where_exp_ends(assert_right):
+    assert_right(OP, torch.tensor([[104.0], [-104.0], [89.0], [-89.0]]), torch.ones(4, 1))
 
 
 LAYOUTS = {
@@ -99,36 +79,36 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["gate", "up", "upstream", "all"])
-def test_layouts(layout, which):
+def test_layouts(assert_right, layout, which):
     odd, plain = LAYOUTS[layout](), random(4, 6, 10, seed=3)
     gate, up, dout = (
         odd if which in (name, "all") else plain for name in ("gate", "up", "upstream")
     )
-    assert_right(gate, up, dout)
+    assert_right(OP, gate, up, upstream=dout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_layouts(layout):
-    assert_right(LAYOUTS[layout](), None, random(6, 4, 5).transpose(0, 1))
+def test_packed_layouts(assert_right, layout):
+    assert_right(OP, LAYOUTS[layout](), upstream=random(6, 4, 5).transpose(0, 1))
 
 
-def test_chunks_of_one_projection_are_read_in_place():
+def test_chunks_of_one_projection_are_read_in_place(assert_right):
     gate, up = random(3, 5, 16).chunk(2, dim=-1)
-    assert_right(gate, up)
+    assert_right(OP, gate, up)
     assert merge_dims(gate.shape, (40, 8, 1), gate.stride(), up.stride()) == [
         (15, 8, 16, 16),
         (8, 1, 1, 1),
     ]
 
 
-def test_dims_that_do_not_merge_are_copied_right():
+def test_dims_that_do_not_merge_are_copied_right(assert_right):
     # Four orders of memory: no two dimensions merge.
     gate = random(2, 3, 4, 5)
     up = random(5, 4, 3, 2, seed=1).permute(3, 2, 1, 0)
     dout = random(3, 2, 5, 4, seed=2).permute(1, 0, 3, 2)
-    assert_right(gate, up, dout)
+    assert_right(OP, gate, up, upstream=dout)
     assert_right(
-        random(5, 4, 3, 6).permute(2, 0, 1, 3), None, random(5, 3, 4, 3).permute(1, 0, 2, 3)
+        OP, random(5, 4, 3, 6).permute(2, 0, 1, 3), upstream=random(5, 3, 4, 3).permute(1, 0, 2, 3)
     )
 
 
@@ -155,13 +135,12 @@ def test_empty(shape):
 
 @pytest.mark.parametrize("tile", [Config(1, 16, 4), Config(4, 8, 4), Config(2, 64, 4)])
 @pytest.mark.parametrize("width", [7, 8, 9, 63, 65])
-def test_tile_edges(monkeypatch, tile, width):
+def test_tile_edges(assert_right, monkeypatch, tile, width):
     patch_config(monkeypatch, tile)
-    assert_right(random(3, width), random(3, width, seed=1))
-    assert_right(random(3, 2 * width))
-    assert_right(
-        random(3, 3, width)[:, 1:], random(3, 2, width), random(2, 3, width).transpose(0, 1)
-    )
+    assert_right(OP, random(3, width), random(3, width, seed=1))
+    assert_right(OP, random(3, 2 * width))
+    upstream = random(2, 3, width).transpose(0, 1)
+    assert_right(OP, random(3, 3, width)[:, 1:], random(3, 2, width), upstream=upstream)
 
 
 def test_config():
@@ -187,15 +166,12 @@ def test_backward_twice_gives_the_same_and_inputs_stay():
     assert gate._version == up._version == dout._version == 0
 
 
-def test_outputs_that_a_producer_saved_are_not_overwritten():
+def test_outputs_that_a_producer_saved_are_not_overwritten(assert_right):
     # exp saves its own output, which is our input.
-    def through(function, a, b):
-        a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
-        function(a.exp(), b.exp()).sum().backward()
-        return a.grad, b.grad
+    def of_exponentials(function):
+        return lambda gate, up: function(gate.exp(), up.exp())
 
-    a, b = random(4, 8), random(4, 8, seed=1)
-    torch.testing.assert_close(through(ours, a, b), through(reference, a, b))
+    assert_right(OP, random(4, 8), random(4, 8, seed=1), through=of_exponentials)
 
 
 def test_input_changed_before_backward_raises():
@@ -208,13 +184,13 @@ def test_input_changed_before_backward_raises():
 
 @pytest.mark.parametrize("frozen", ["gate", "up"])
 def test_frozen_input_gets_no_gradient(frozen):
-    inputs = {"gate": random(3, 5), "up": random(3, 5, seed=1)}
-    trained = next(name for name in inputs if name != frozen)
-    inputs[trained].requires_grad_()
-    ours(**inputs).sum().backward()
-    plain = torch.autograd.grad(reference(**inputs).sum(), inputs[trained])[0]
-    torch.testing.assert_close(inputs[trained].grad, plain)
-    assert inputs[frozen].grad is None
+    gate, up = random(3, 5).requires_grad_(), random(3, 5, seed=1).requires_grad_()
+    leaves = {"gate": gate, "up": up}
+    both = torch.autograd.grad(ours(gate, up).sum(), (gate, up))
+    leaves[frozen] = leaves[frozen].detach()
+    ours(**leaves).sum().backward()
+    for leaf, expected in zip(leaves.values(), both, strict=True):
+        assert torch.equal(leaf.grad, expected) if leaf.requires_grad else leaf.grad is None
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -252,9 +228,9 @@ def test_compiled_without_a_graph_per_row_count():
         gate, up = random(rows, 8).requires_grad_(), random(rows, 8, seed=1)
         out = compiled(gate, up)
         out.sum().backward()
-        torch.testing.assert_close(out, reference(gate, up))
-        expected = torch.autograd.grad(reference(gate, up).sum(), gate)[0]
-        torch.testing.assert_close(gate.grad, expected)
+        eager = ours(gate, up)
+        assert torch.equal(out, eager)
+        assert torch.equal(gate.grad, torch.autograd.grad(eager.sum(), gate)[0])
     assert counter.frame_count <= 2
 
 
@@ -291,7 +267,7 @@ def test_mlp_of_transformers(kind, dtype):
 
 PAST_INT32 = """
 import torch
-from nearlight.ops.swiglu import reference, swiglu
+from nearlight.ops.swiglu import swiglu
 # 4 GiB that nobody touches but where the rows lie: the last row starts at element 2**31.
 storage = torch.empty(2**31 + 32, dtype=torch.bfloat16)
 gate, up = storage.as_strided((3, 8), (2**30, 1)), storage.as_strided((3, 8), (2**30, 1), 8)
@@ -300,11 +276,11 @@ packed.copy_(torch.randn(3, 16))
 dout = storage.as_strided((3, 8), (2**30, 1), 16).copy_(torch.randn(3, 8))
 for inputs in ((gate, up), (packed,)):
     results = []
-    for function in (lambda *x: swiglu(*x, backend="triton"), reference):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = function(*leaves)
+    for tensors in (inputs, [x.clone() for x in inputs]):  # the copies' rows lie side by side
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = swiglu(*leaves, backend="triton")
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
-    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 print("right")
 """
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nearlight.core.ceilings import AttentionPoint, Ceilings, Point
-from nearlight.core.errors import MissingPart
+from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import find_gpu
 from nearlight.core.timing import Timing
 from nearlight.profiler import calibrate
@@ -90,14 +90,26 @@ def test_a_calibration_is_written_where_predictions_read_it(monkeypatch, tmp_pat
     monkeypatch.setattr(calibrate, "detect_gpu", lambda: gpu)
     monkeypatch.setattr(calibrate, "measure", lambda gpu, progress: shipped)
     monkeypatch.setattr(calibrate.ceilings, "user_path", lambda key: path)
-    report = calibrate.calibrate()
+    told = []
+    report = calibrate.calibrate(progress=told.append)
+    assert told == [f"written to {path}"]
     assert calibrate.ceilings.read(path, gpu) == shipped
     copy = shipped.stream[-1].rate
     assert report.answer == (
-        f"{gpu.name}: copies {copy / 1e3:.2f} TB/s, {copy / gpu.memory_gbps:.0%} of the "
-        f"datasheet; written to {path}"
+        f"{gpu.name}: copies {copy / 1e3:.2f} TB/s, {copy / gpu.memory_gbps:.0%} of the datasheet"
     )
     assert report.rows == calibrate.rows(shipped, gpu) and report.gpu == "h200"
+
+
+def test_what_could_not_be_written_is_not_measured(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(calibrate, "detect_gpu", lambda: find_gpu("h200"))
+    monkeypatch.setattr(calibrate, "measure", lambda *a: pytest.fail("measured all the same"))
+    monkeypatch.setattr(
+        calibrate.ceilings, "user_path", lambda key: tmp_path / "file" / "calibrate.json"
+    )
+    with pytest.raises(BadInput, match="cannot be written"):
+        calibrate.calibrate()
 
 
 def test_fp8_products_need_no_other_dtype_than_the_table_has():

@@ -8,6 +8,7 @@ from torch import nn
 
 from nearlight.core import backend
 from nearlight.core.cost import Cost, register_cost
+from nearlight.core.errors import BadInput
 from nearlight.profiler.capture import record_step, trace
 from nearlight.profiler.optimizers import make_optimizer
 from nearlight.profiler.target import load
@@ -130,8 +131,17 @@ def test_shapes_that_depend_on_values_are_refused(make_target):
         def forward(self, x):
             return x[x > 0]
 
-    with pytest.raises(ValueError, match="depend on values"):
+    with pytest.raises(BadInput, match="aten.nonzero.default makes this program depend"):
         trace(make_target(Selects(), {"x": torch.zeros(4)}, "prefill"))
+
+
+def test_numbers_that_decide_are_refused(make_target):
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x * len(x.unique())
+
+    with pytest.raises(BadInput, match="depend on the values"):
+        trace(make_target(Asks(), {"x": torch.zeros(4)}, "prefill"))
 
 
 @pytest.mark.parametrize("steps", [0, -1])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +7,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from nearlight.profiler.capture import trace
 from nearlight.profiler.kernel_events import MODULE_RANGE, KernelTimes, kernel_times
-from nearlight.profiler.measure import Step, measured_rows, module_ranges, owners_of_peak
+from nearlight.profiler.measure import (
+    Step,
+    measured_rows,
+    module_ranges,
+    owners_of_peak,
+    unmodelled_us,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a GPU")
 
@@ -24,6 +32,20 @@ def test_measured_times_meet_the_costs_of_recorded_calls(make_target, h200):
     assert rows["unattributed"].time_ms == pytest.approx(0.02)
     assert rows["idle"].time_ms == pytest.approx(0.15)
     assert sum(row.time_ms for row in rows.values()) == pytest.approx(0.25)
+
+
+def test_time_without_a_cost_model_is_summed(make_target):
+    calls = trace(make_target()).calls
+    guessed = replace(calls[0], name="somebody::op", is_modelled=False)
+    known = next(c for c in calls if c.name == "aten::mm")
+    times = KernelTimes(
+        {
+            (known.name, known.place.module): 60.0,
+            (guessed.name, guessed.place.module): 20.0,
+            ("never::recorded", ""): 3.0,
+        }
+    )
+    assert unmodelled_us((*calls, guessed), times) == 23.0
 
 
 def test_a_busy_gpu_has_no_idle_row(make_target, h200):

@@ -6,7 +6,6 @@ from torch import nn
 
 from nearlight.core.ceilings import CARRIED_ERROR
 from nearlight.core.hardware import GPUS, ceilings, find_gpu
-from nearlight.profiler import verdicts
 from nearlight.profiler.capture import trace
 from nearlight.profiler.predict import (
     capacity_bytes,
@@ -85,6 +84,18 @@ def test_rows_and_idle_time_add_up_to_the_step(make_llama, llama_1b, h200):
         assert sum(state.memory.values()) == state.peak_bytes
 
 
+def test_the_pipe_of_most_flops_and_the_time_without_a_model_are_told(make_target, llama_1b, h200):
+    state = predict_state(llama_1b, h200)
+    assert state.pipe == "bf16" and state.figures["unmodelled_ms"].value == 0
+    assert "single ops err more" in state.figures["step_ms"].source
+    step = trace(make_target())
+    guessed = tuple(replace(c, is_modelled=c.name != "aten::mm") for c in step.calls)
+    state = predict_state(replace(step, calls=guessed), h200)
+    products_ms = sum(row.time_ms for row in state.ops if row.name == "aten::mm")
+    assert state.pipe == "fp32"
+    assert state.figures["unmodelled_ms"].value == pytest.approx(products_ms)
+
+
 def test_a_given_limit_is_kept(make_target, h200):
     step = trace(make_target())
     state = predict_state(step, h200, limit_s=2.0)
@@ -161,6 +172,6 @@ def test_a_name_with_a_batch_is_refused():
 def test_an_l2_resident_product_is_limited_by_flops_alone(make_target, h200):
     step = trace(make_target())
     products = [c for c in step.calls if c.cost.pattern == "matmul"]
-    flops_s = sum(verdicts.compute_limit_s(c.cost, h200) for c in products)
+    flops_s = sum(c.cost.flops_s(h200) for c in products)
     moved = step.parameter_bytes + step.gradient_bytes + step.optimizer_bytes + step.input_bytes
     assert step_limit(step, h200) == pytest.approx(flops_s + moved / 4.8e12)

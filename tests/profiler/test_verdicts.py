@@ -45,6 +45,13 @@ def test_what_fits_l2_is_not_judged_by_bytes(h200):
     assert row(h200, Cost(bytes_read=2**24), 12e-6).share is None
 
 
+def test_the_main_pipe_does_most_of_the_flops():
+    costs = [Cost({"bf16": 5, "fp32": 1}), Cost({"fp32": 3}), Cost({"fp32": 2}), Cost()]
+    assert verdicts.main_pipe(costs) == "fp32"
+    assert verdicts.main_pipe(costs[:2]) == "bf16"
+    assert verdicts.main_pipe([Cost()]) == ""
+
+
 def test_rows_are_sorted_and_idle_time_is_one(h200):
     calls = [("a", "", Cost(), 1e-3), ("b", "", Cost(), 2e-3)]
     assert [r.name for r in verdicts.op_rows(calls, h200, FLOOR_US)] == ["b", "a"]

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 from nearlight.core.hardware import find_gpu
 from nearlight.workbench.bench_report import report_of
 from nearlight.workbench.check import load_op
@@ -12,8 +10,8 @@ def test_the_answer_counts_what_was_lost():
         {"implementation": "torch", "ratio": 0.8, "check": ""},
         {"implementation": "torch", "ratio": 2.0, "check": ""},
     ]
-    report = report_of(load_op("rms_norm"), find_gpu("h200"), rows, {}, Path("somewhere.json"))
+    report = report_of(load_op("rms_norm"), find_gpu("h200"), rows, {})
     assert "share of the limit 0.50 to 0.50" in report.answer
     assert "1.40 × torch (slower in 1)" in report.answer
     assert "1 of 2 without a speed: wrong: output" in report.answer
-    assert report.next.startswith("written to somewhere.json")
+    assert report.next == "next: nearlight check rms_norm"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nearlight.core.op import Case
-from nearlight.workbench import check as check_module
+from nearlight.core.versions import versions
 from nearlight.workbench.check import check, load_op, reproduce
 from nearlight.workbench.properties import PROPERTIES
 
@@ -99,4 +99,4 @@ def test_a_report_can_be_written_as_json(tmp_path: Path):
     report = check(load_op(str(TWINS)), quick=True)
     report.save_json(tmp_path / "check.json")
     assert (tmp_path / "check.json").read_text().startswith("{")
-    assert check_module.versions()["torch"] == torch.__version__
+    assert versions()["torch"] == torch.__version__

@@ -5,8 +5,9 @@
 Legend: N = width of a row (last dimension), rows = everything before it.
 Source: Ba, Kiros & Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
 Limits: N ≤ 262,144; sums in fp32 (fp64 for fp64 inputs), the variance from differences to the
-mean (wide rows: Welford), so right where the mean is large; gradients without atomics, so equal
-in every run; no gradient of the gradient.
+mean (wide rows: Welford), so right where the mean is large; a row whose variance overflows the
+sums' dtype (values past 1e19 in fp32) normalises to 0 with zero gradients; gradients without
+atomics, so equal in every run; no gradient of the gradient.
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
-from nearlight.core.hardware import GPUS
+from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
 from nearlight.core.rows import (
     MAX_BLOCK,
     MAX_WIDTH,
     accumulator,
     check_rows,
-    column_sums_build,
-    row_build,
+    with_budgets,
 )
-from nearlight.ops.layer_norm import kernels
 from nearlight.ops.layer_norm.kernels import config
 from nearlight.ops.layer_norm.registration import (
+    backward,
     backward_cost,
+    forward,
     forward_cost,
     forward_op,
     workspace_bytes,
@@ -48,8 +48,17 @@ def reference(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Compute LayerNorm in plain PyTorch."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """Compute LayerNorm in plain PyTorch; dtypes that differ meet in the accumulator's."""
+    dtype, given = _output_dtype(x), [x, weight, bias]
+    if any(t is not None and t.dtype != x.dtype for t in given):  # torch takes few such pairs
+        given = [None if t is None else t.to(accumulator(x.dtype)) for t in given]
+    wide, *parameters = given
+    return F.layer_norm(wide, x.shape[-1:], *parameters, eps).to(dtype)
+
+
+def _output_dtype(x: torch.Tensor) -> torch.dtype:
+    is_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
+    return accumulator(x.dtype) if is_autocast else x.dtype
 
 
 def layer_norm(
@@ -90,10 +99,7 @@ def layer_norm(
     check_rows("layer_norm", x, weight=weight, bias=bias)
     if not use_triton(backend, x):
         return reference(x, weight, bias, eps)
-    dtype = x.dtype
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = accumulator(x.dtype)
-    y: torch.Tensor = forward_op(x, weight, bias, eps, dtype)[0]
+    y: torch.Tensor = forward_op(x, weight, bias, eps, _output_dtype(x))[0]
     return y
 
 
@@ -120,10 +126,10 @@ def _cost(case: Case) -> dict[str, Cost]:
     x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
     needs = [True, *_parameters(case)]
     tensors = [t if is_there else None for t, is_there in zip((x, x[0], x[0]), needs, strict=True)]
-    forward = forward_cost(tuple(tensors), {}, (x,))
+    there = forward_cost(tuple(tensors), {}, (x,))
     gradients = [t for t in tensors if t is not None]
-    backward = backward_cost((x, *tensors, needs), {}, gradients)
-    return {"forward": forward, "forward_backward": forward + backward}
+    back = backward_cost((x, *tensors, needs), {}, gradients)
+    return {"forward": there, "forward_backward": there + back}
 
 
 def _extra_bytes(case: Case) -> int:
@@ -157,27 +163,14 @@ def _liger_peer() -> Callable[..., torch.Tensor]:
 
 
 def _builds(arch: str) -> Sequence[KernelBuild]:
-    dtype, name = (torch.float16, "fp16") if arch == "sm_75" else (torch.bfloat16, "bf16")
-    gpu = next(gpu for gpu in GPUS.values() if gpu.arch.rstrip("a") == arch.rstrip("a"))
-    builds = [column_sums_build(4096, name, num_sums=2)]
-    for rows, width in ((16384, 768), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)):
-        forward = config((rows, width), dtype, gpu)
-        backward = config((rows, width), dtype, gpu, "backward")
-        constants = {"N": width, "ACC": tl.float32}
-        first = {**constants, "EPS": 1e-5}
-        is_whole = forward.block_n >= width
-        kernel = kernels._layer_norm_fwd_kernel if is_whole else kernels._layer_norm_fwd_wide_kernel
-        builds.append(row_build(kernel, forward, name, first, 96))
-        # A backward program of any size must find room on an SM.
-        most = min(144, 65536 // (32 * backward.num_warps))
-        is_whole = backward.block_n >= width
-        if not is_whole:
-            kernel = kernels._layer_norm_bwd_projection_kernel
-            builds.append(row_build(kernel, backward, name, constants, most))
-        absent = ["projections_ptr"] if is_whole else []
-        kernel = kernels._layer_norm_bwd_kernel
-        builds.append(row_build(kernel, backward, name, constants, most, absent))
-    return builds
+    dtype = torch.float16 if arch == "sm_75" else torch.bfloat16
+    shapes = ((16384, 768), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536))
+    with described_launches(gpu_of_arch(arch)) as builds:
+        for rows, width in shapes:
+            x = torch.empty(rows, width, dtype=dtype, device="meta")
+            _, mean, rstd = forward(x, x[0], x[0], 1e-5, dtype)
+            backward(x, x, x[0], x[0], mean, rstd, [True] * 3)
+    return with_budgets(builds, forward_registers=96)
 
 
 def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:

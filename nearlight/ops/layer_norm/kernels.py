@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -23,9 +22,7 @@ def config(
 ) -> RowConfig:
     """Choose the launch for (rows, N) on a GPU, or for the interpreter where `gpu` is None."""
     if direction == "forward":
-        chosen = forward_config(shape, gpu)
-        # A third stage of three pipelined tensors spills on sm_100.
-        return replace(chosen, num_stages=min(2, chosen.num_stages))
+        return forward_config(shape, gpu)
     return backward_config(shape, dtype, gpu, num_sums=2)
 
 
@@ -56,7 +53,10 @@ def _layer_norm_fwd_kernel(
     first = tl.sum(x, axis=1) / N
     centred = tl.where(mask, x - first[:, None], 0.0)
     rest = tl.sum(centred, axis=1) / N
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / N - rest * rest + EPS)
+    square = tl.sum(centred * centred, axis=1) / N
+    # Past the largest number rest² may be, too: inf − inf. As the variance inf makes y 0.
+    variance = tl.where(square == float("inf"), square, square - rest * rest)
+    rstd = tl.rsqrt(variance + EPS)
     tl.store(mean_ptr + rows, first + rest, rows < num_rows)
     tl.store(rstd_ptr + rows, rstd, rows < num_rows)
     y = (centred - rest[:, None]) * rstd[:, None]
@@ -128,6 +128,7 @@ def _layer_norm_bwd_projection_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
     products = tl.zeros((BLOCK_N,), ACC)
     gradients = tl.zeros((BLOCK_N,), ACC)
     for start in tl.range(0, N, BLOCK_N, num_stages=NUM_STAGES):
@@ -136,9 +137,9 @@ def _layer_norm_bwd_projection_kernel(
         dy = tl.load(dy_ptr + row * stride_dy + cols, cols < N, other=0.0).to(ACC)
         if weight_ptr is not None:
             dy *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(ACC)
-        products += (x - mean) * dy
+        products += (x - mean) * rstd * dy  # without rstd the sum may overflow
         gradients += dy
-    tl.store(projections_ptr + row, tl.sum(products, axis=0) * tl.load(rstd_ptr + row) / N)
+    tl.store(projections_ptr + row, tl.sum(products, axis=0) / N)
     tl.store(projections_ptr + tl.num_programs(0) + row, tl.sum(gradients, axis=0) / N)
 
 
@@ -158,6 +159,7 @@ def _layer_norm_bwd_kernel(
     num_rows,
     N: tl.constexpr,
     ACC: tl.constexpr,
+    HOLD: tl.constexpr,  # else the sums leave no registers for the weight: read again, from L2
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -166,8 +168,6 @@ def _layer_norm_bwd_kernel(
     group = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     row_step = (tl.num_programs(0) // NUM_BLOCKS).to(tl.int64) * BLOCK_M
     cols = tl.program_id(0) % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond MAX_HELD_BLOCK the sums leave no registers for the weight: it is read again, from L2.
-    HOLD: tl.constexpr = BLOCK_N <= 8192
     if weight_ptr is not None and HOLD:
         weight = tl.load(weight_ptr + cols, cols < N, other=0.0)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), ACC)

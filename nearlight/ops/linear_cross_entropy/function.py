@@ -8,9 +8,9 @@ import torch
 
 from nearlight.core.backend import use_triton
 from nearlight.core.rows import FLOATS, accumulator
-from nearlight.ops.linear_cross_entropy import autograd  # noqa: F401  # registers the ops
 from nearlight.ops.linear_cross_entropy.loop import Arguments, check_labels
 from nearlight.ops.linear_cross_entropy.reference import reference
+from nearlight.ops.linear_cross_entropy.registration import forward_op
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -106,7 +106,7 @@ def linear_cross_entropy(
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
     }
     arguments = Arguments(x, weight, labels, bias, **options, **needs)
-    loss: torch.Tensor = torch.ops.nearlight.linear_cross_entropy_fwd.default(*arguments)[0]
+    loss: torch.Tensor = forward_op(*arguments)[0]
     return loss
 
 

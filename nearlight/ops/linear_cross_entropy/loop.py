@@ -107,8 +107,8 @@ def row_weights(
         if class_weight is not None:
             weights = weights * class_weight[labels.masked_fill(~is_counted, 0)]
         if token_weight is not None:
-            weights = torch.where(is_counted, weights * token_weight, 0.0)
-        divisor = weights.sum()
+            weights = weights * token_weight
+        divisor = torch.where(is_counted, weights, 0.0).sum()
     elif num_items is not None:
         divisor = num_items.to(labels.device, dtype)
     factor = torch.where(divisor != 0, 1.0 / divisor, 0.0)

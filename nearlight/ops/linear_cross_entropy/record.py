@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 
 from nearlight.core.cost import Cost
+from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Inputs, KernelBuild, Op
-from nearlight.ops.linear_cross_entropy.autograd import VECTOR_BYTES_PER_ROW, call_cost
 from nearlight.ops.linear_cross_entropy.chunks import plan
 from nearlight.ops.linear_cross_entropy.function import linear_cross_entropy
 from nearlight.ops.linear_cross_entropy.kernels import (
-    SPLIT_BLOCK,
-    _cross_entropy_kernel,
-    _scale_kernel,
-    _split_add_kernel,
-    config,
+    LossOptions,
+    cross_entropy_,
+    scale_,
+    split_add_,
 )
 from nearlight.ops.linear_cross_entropy.reference import reference
+from nearlight.ops.linear_cross_entropy.registration import VECTOR_BYTES_PER_ROW, call_cost
 
 
 def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -94,48 +94,28 @@ def _liger() -> Callable[..., torch.Tensor]:
 def _builds(arch: str) -> Sequence[KernelBuild]:
     if arch == "sm_75":  # its tensor cores are fp16 only, and the products are the op
         return ()
-    # Vocabularies and row pitches are multiples of 16 here, as a launch would find out.
-    sizes = ("i32", "i32:16", "i32:16", "i32", "i32")
-    types = ("*bf16", "*fp32", "*i64", "*fp32", "*fp32", "*fp32", *sizes)
-    loss = dict(zip(_cross_entropy_kernel.arg_names, types, strict=False))
-    plain = {"class_weight_ptr": None, "class_weight_sum_ptr": None}
-    builds = []
-    for vocab in (32000, 128256):
-        for options in (
-            {"SOFTCAP": None, "SMOOTHING": 0.0, "Z_LOSS": 0.0},
-            {"SOFTCAP": 30.0, "SMOOTHING": 0.1, "Z_LOSS": 1e-4},
-        ):
-            has_softcap = options["SOFTCAP"] is not None
-            tile = config((8192, vocab), torch.bfloat16, has_softcap, is_interpreted=False)
-            for write_gradient in (True, False):
-                builds.append(
-                    KernelBuild(
-                        _cross_entropy_kernel,
-                        {name: type_ for name, type_ in loss.items() if name not in plain},
-                        {
-                            **plain,
-                            **options,
-                            "ACC": tl.float32,
-                            "SCALE": 1.0,
-                            "WRITE_GRADIENT": write_gradient,
-                            "HAS_PADDING": False,
-                            "BLOCK_M": tile.block_m,
-                            "BLOCK_N": tile.block_n,
-                        },
-                        num_warps=tile.num_warps,
-                        max_registers=96,
-                    )
-                )
-    split = {"upper_ptr": "*bf16", "lower_ptr": "*u8", "product_ptr": "*fp32", "N": "i32:16"}
-    for is_first, is_last in ((True, False), (False, False), (False, True)):
-        constants = {"IS_FIRST": is_first, "IS_LAST": is_last, "BLOCK": SPLIT_BLOCK}
-        builds.append(
-            KernelBuild(_split_add_kernel, split, constants, num_warps=8, max_registers=64)
+    with described_launches(gpu_of_arch(arch)) as loss_builds, torch.device("meta"):
+        row = torch.empty(8192), torch.empty(8192, dtype=torch.int64)
+        for vocab in (32000, 128256):
+            logits = torch.empty(8192, vocab, dtype=torch.bfloat16)
+            for options in (
+                LossOptions(),
+                LossOptions(softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+            ):
+                for write_gradient in (True, False):
+                    cross_entropy_(logits, row[1], row[0], options, write_gradient=write_gradient)
+    with described_launches(gpu_of_arch(arch)) as sum_builds, torch.device("meta"):
+        upper, lower, product = (
+            torch.empty(2048, 4096, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.uint8, torch.float32)
         )
-    scale = {"tensor_ptr": "*bf16", "factor_ptr": "*fp32", "N": "i64:16"}
-    constants = {"ACC": tl.float32, "BLOCK": 8192}
-    builds.append(KernelBuild(_scale_kernel, scale, constants, num_warps=8, max_registers=64))
-    return builds
+        for is_first, is_last in ((True, False), (False, False), (False, True)):
+            split_add_(upper, lower, product, is_first, is_last)
+        scale_(upper, torch.empty(()))
+    return [
+        *(replace(build, max_registers=96) for build in loss_builds),
+        *(replace(build, max_registers=64) for build in sum_builds),
+    ]
 
 
 def _case(

@@ -30,12 +30,13 @@ def reference(
     The logits have the dtype of x, as in a plain model; all after them is fp32 (fp64 for fp64).
     """
     del memory_budget_bytes  # a bound for chunks; here all logits exist
-    logits = F.linear(x, weight, bias)
+    is_counted = labels != ignore_index
+    # A gate for the gradient, too: what NaN an ignored row's weights make ends here, as 0.
+    logits = F.linear(x, weight, bias).masked_fill_(~is_counted.unsqueeze(-1), 0.0)
     dtype = accumulator(logits.dtype)
     logits = logits.to(dtype) * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    is_counted = labels != ignore_index
     target = labels.masked_fill(~is_counted, 0)
     log_probs = logits.log_softmax(-1)
     loss = -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)

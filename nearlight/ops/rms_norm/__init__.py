@@ -15,24 +15,23 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
-from nearlight.core.hardware import GPUS
+from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
 from nearlight.core.rows import (
     MAX_BLOCK,
     MAX_WIDTH,
     accumulator,
     check_rows,
-    column_sums_build,
-    row_build,
+    with_budgets,
 )
-from nearlight.ops.rms_norm import kernels
 from nearlight.ops.rms_norm.kernels import config
 from nearlight.ops.rms_norm.registration import (
+    backward,
     backward_cost,
+    forward,
     forward_cost,
     forward_op,
     workspace_bytes,
@@ -136,10 +135,10 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
 def _cost(case: Case) -> dict[str, Cost]:
     x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
     weight = None if _lacks_weight(case) else x[0]
-    forward = forward_cost((x, weight), {}, (x,))
+    there = forward_cost((x, weight), {}, (x,))
     gradients = [t for t in (x, weight) if t is not None]
-    backward = backward_cost((x, x, weight, True, weight is not None), {}, gradients)
-    return {"forward": forward, "forward_backward": forward + backward}
+    back = backward_cost((x, x, weight, True, weight is not None), {}, gradients)
+    return {"forward": there, "forward_backward": there + back}
 
 
 def _lacks_weight(case: Case) -> bool:
@@ -186,27 +185,14 @@ def _liger_peer() -> Callable[..., torch.Tensor]:
 
 
 def _builds(arch: str) -> Sequence[KernelBuild]:
-    dtype, name = (torch.float16, "fp16") if arch == "sm_75" else (torch.bfloat16, "bf16")
-    gpu = next(gpu for gpu in GPUS.values() if gpu.arch.rstrip("a") == arch.rstrip("a"))
-    builds = [column_sums_build(4096, name)]
-    for rows, width in ((2**19, 128), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)):
-        forward = config((rows, width), dtype, gpu)
-        backward = config((rows, width), dtype, gpu, "backward")
-        constants = {"N": width, "ACC": tl.float32, "OFFSET": 0.0}
-        first = {**constants, "EPS": 1e-6, "ROUND": True}
-        is_whole = forward.block_n >= width
-        kernel = kernels._rms_norm_fwd_kernel if is_whole else kernels._rms_norm_fwd_wide_kernel
-        builds.append(row_build(kernel, forward, name, first, 64))
-        # A backward program of any size must find room on an SM.
-        most = min(144, 65536 // (32 * backward.num_warps))
-        is_whole = backward.block_n >= width
-        if not is_whole:
-            kernel = kernels._rms_norm_bwd_projection_kernel
-            builds.append(row_build(kernel, backward, name, constants, most))
-        absent = ["projection_ptr"] if is_whole else []
-        kernel = kernels._rms_norm_bwd_kernel
-        builds.append(row_build(kernel, backward, name, constants, most, absent))
-    return builds
+    dtype = torch.float16 if arch == "sm_75" else torch.bfloat16
+    shapes = ((2**19, 128), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536))
+    with described_launches(gpu_of_arch(arch)) as builds:
+        for rows, width in shapes:
+            x = torch.empty(rows, width, dtype=dtype, device="meta")
+            rstd = forward(x, x[0], 1e-6, 0.0, True, dtype)[1]
+            backward(x, x, x[0], rstd, 0.0, True, True)
+    return with_budgets(builds, forward_registers=64)
 
 
 def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:

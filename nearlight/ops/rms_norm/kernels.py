@@ -109,6 +109,7 @@ def _rms_norm_bwd_projection_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
     products = tl.zeros((BLOCK_N,), ACC)
     for start in tl.range(0, N, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)
@@ -116,8 +117,8 @@ def _rms_norm_bwd_projection_kernel(
         dy = tl.load(dy_ptr + row * stride_dy + cols, cols < N, other=0.0).to(ACC)
         if weight_ptr is not None:
             dy *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(ACC) + OFFSET
-        products += x * dy
-    tl.store(projection_ptr + row, tl.sum(products, axis=0) * tl.load(rstd_ptr + row) / N)
+        products += x * rstd * dy  # without rstd the sum may overflow
+    tl.store(projection_ptr + row, tl.sum(products, axis=0) / N)
 
 
 @jit
@@ -135,6 +136,7 @@ def _rms_norm_bwd_kernel(
     N: tl.constexpr,
     OFFSET: tl.constexpr,
     ACC: tl.constexpr,
+    HOLD: tl.constexpr,  # else the sums leave no registers for the weight: read again, from L2
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -143,8 +145,6 @@ def _rms_norm_bwd_kernel(
     group = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     row_step = (tl.num_programs(0) // NUM_BLOCKS).to(tl.int64) * BLOCK_M
     cols = tl.program_id(0) % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond MAX_HELD_BLOCK the sums leave no registers for the weight: it is read again, from L2.
-    HOLD: tl.constexpr = BLOCK_N <= 8192
     if weight_ptr is not None and HOLD:
         weight = tl.load(weight_ptr + cols, cols < N, other=0.0)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), ACC)

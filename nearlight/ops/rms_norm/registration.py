@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 
-from nearlight.core.cost import Cost, register_cost, tensor_bytes
+from nearlight.core.cost import Cost, tensor_bytes
 from nearlight.core.hardware import find_gpu
+from nearlight.core.launch import launch_gpu
+from nearlight.core.register import register_op
 from nearlight.core.rows import (
     MAX_BLOCK,
     accumulator,
-    as_rows,
-    column_sums,
-    launch_gpu,
-    triton_accumulator,
+    accumulator_pipe,
+    row_backward,
+    row_forward,
+    row_shape,
 )
 from nearlight.ops.rms_norm import kernels
 
 
-def _forward(
+def forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     eps: float,
@@ -29,32 +30,14 @@ def _forward(
     round_first: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and rstd, (...) in accumulator dtype."""
     y, rstd = _forward_fake(x, weight, eps, offset, round_first, dtype)
     if x.numel() == 0:
         return y, rstd.fill_(eps**-0.5 if eps else torch.inf)
-    x_rows = as_rows(x)
-    rows, width = x_rows.shape
-    chosen = kernels.config((rows, width), x.dtype, launch_gpu(x.device))
-    if weight is not None:
-        weight = weight.contiguous()
-    constants: dict[str, Any] = {
-        "N": width,
-        "EPS": eps,
-        "OFFSET": offset,
-        "ROUND": round_first,
-        "ACC": triton_accumulator(x.dtype),
-        "BLOCK_N": chosen.block_n,
-        "num_warps": chosen.num_warps,
-    }
-    stride = x_rows.stride(0)
-    if chosen.block_n < width:
-        kernels._rms_norm_fwd_wide_kernel[(rows,)](
-            x_rows, weight, y, rstd, stride, NUM_STAGES=chosen.num_stages, **constants
-        )
-    else:
-        kernels._rms_norm_fwd_kernel[(chosen.num_programs,)](
-            x_rows, weight, y, rstd, stride, rows, BLOCK_M=chosen.block_m, **constants
-        )
+    chosen = kernels.config(row_shape(x), x.dtype, launch_gpu(x.device))
+    both = kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_wide_kernel
+    constants = {"EPS": eps, "OFFSET": offset, "ROUND": round_first}
+    row_forward(both, chosen, x, [weight], [y, rstd], **constants)
     return y, rstd
 
 
@@ -70,7 +53,7 @@ def _forward_fake(
     return y, torch.empty(x.shape[:-1], dtype=accumulator(x.dtype), device=x.device)
 
 
-def _backward(
+def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -79,47 +62,14 @@ def _backward(
     needs_dx: bool,
     needs_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and weight; one not needed has no elements."""
     dx, dweight = _backward_fake(dy, x, weight, rstd, offset, needs_dx, needs_dweight)
     if x.numel() == 0:
         return dx, dweight.zero_()
-    dy_rows, x_rows = as_rows(dy), as_rows(x)
-    rows, width = x_rows.shape
-    chosen = kernels.config((rows, width), x.dtype, launch_gpu(x.device), "backward")
-    if weight is not None:
-        weight = weight.contiguous()
-    acc = accumulator(x.dtype)
-    constants: dict[str, Any] = {
-        "N": width,
-        "OFFSET": offset,
-        "ACC": triton_accumulator(x.dtype),
-        "BLOCK_N": chosen.block_n,
-        "NUM_STAGES": chosen.num_stages,
-        "num_warps": chosen.num_warps,
-    }
-    strides = dy_rows.stride(0), x_rows.stride(0)
-    projection = partials = None
-    if needs_dx and chosen.block_n < width:
-        projection = torch.empty(rows, dtype=acc, device=x.device)
-        kernels._rms_norm_bwd_projection_kernel[(rows,)](
-            dy_rows, x_rows, weight, rstd, projection, *strides, **constants
-        )
-    if needs_dweight:
-        partials = torch.empty(1, chosen.num_programs, width, dtype=acc, device=x.device)
-    kernels._rms_norm_bwd_kernel[(chosen.num_programs * triton.cdiv(width, chosen.block_n),)](
-        dy_rows,
-        x_rows,
-        weight,
-        rstd,
-        projection,
-        dx if needs_dx else None,
-        partials,
-        *strides,
-        rows,
-        BLOCK_M=chosen.block_m,
-        **constants,
-    )
-    if partials is not None:
-        column_sums(partials, dweight)
+    chosen = kernels.config(row_shape(x), x.dtype, launch_gpu(x.device), "backward")
+    both = kernels._rms_norm_bwd_kernel, kernels._rms_norm_bwd_projection_kernel
+    gradients = dx if needs_dx else None, [dweight if needs_dweight else None]
+    row_backward(both, chosen, dy, x, weight, [rstd], *gradients, OFFSET=offset)
     return dx, dweight
 
 
@@ -154,54 +104,24 @@ def _differentiate(ctx: Any, dy: torch.Tensor | None, _: None) -> tuple[Any, ...
     return dx if needs_dx else None, dweight if needs_dweight else None, None, None, None, None
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError(
-        "rms_norm has no gradient of its gradient; use backend='reference' where one is needed"
-    )
-
-
-_library = torch.library.Library("nearlight", "FRAGMENT")
-_library.define(
-    "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, bool round_first, "
-    "ScalarType dtype) -> (Tensor, Tensor)"
-)
-_library.define(
-    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool needs_dx, "
-    "bool needs_dweight) -> (Tensor, Tensor)"
-)
-for _device in ("CPU", "CUDA"):
-    _library.impl("rms_norm_fwd", _forward, _device)
-    _library.impl("rms_norm_bwd", _backward, _device)
-torch.library.register_fake("nearlight::rms_norm_fwd", _forward_fake, lib=_library)
-torch.library.register_fake("nearlight::rms_norm_bwd", _backward_fake, lib=_library)
-torch.library.register_autograd(
-    "nearlight::rms_norm_fwd", _differentiate, setup_context=_save, lib=_library
-)
-torch.library.register_autograd("nearlight::rms_norm_bwd", _refuse_double_backward, lib=_library)
-forward_op = torch.ops.nearlight.rms_norm_fwd.default
-backward_op = torch.ops.nearlight.rms_norm_bwd.default
-
-
-@register_cost("nearlight::rms_norm_fwd")
 def forward_cost(args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tensor]) -> Cost:
     """Count each input read and each output written once."""
     x, weight, *_ = args
     # rstd follows from x: it is no part of the fewest bytes.
     return Cost(
-        flops={_pipe(x): 4 * x.numel()},
+        flops={accumulator_pipe(x.dtype): 4 * x.numel()},
         bytes_read=tensor_bytes(x) + (0 if weight is None else tensor_bytes(weight)),
         bytes_written=tensor_bytes(outputs[0]),
     )
 
 
-@register_cost("nearlight::rms_norm_bwd")
 def backward_cost(args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tensor]) -> Cost:
     """Count each input read and each gradient written once; partial sums are workspace."""
     dy, x, weight, *_, needs_dx, needs_dweight = args
     width = x.shape[-1]
     workspace = workspace_bytes(x.numel() // max(width, 1), width, x.dtype, needs_dweight)
     return Cost(
-        flops={_pipe(x): 9 * x.numel()},
+        flops={accumulator_pipe(x.dtype): 9 * x.numel()},
         bytes_read=sum(tensor_bytes(t) for t in (dy, x, weight) if t is not None),
         bytes_written=sum(tensor_bytes(t) for t in outputs),
         num_kernels=1 + bool(needs_dweight) + (needs_dx and width > MAX_BLOCK),
@@ -209,12 +129,26 @@ def backward_cost(args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tens
     )
 
 
-def _pipe(x: torch.Tensor) -> str:
-    return "fp64" if x.dtype == torch.float64 else "fp32"
-
-
 def workspace_bytes(rows: int, width: int, dtype: torch.dtype, needs_dweight: bool) -> int:
     """Return the bytes that live only during a backward pass, as launched on an H200."""
     chosen = kernels.config((rows, width), dtype, find_gpu("h200"), "backward")
     elements = chosen.num_programs * width * needs_dweight + rows * (chosen.block_n < width)
     return elements * accumulator(dtype).itemsize
+
+
+forward_op = register_op(
+    "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, bool round_first, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    forward,
+    fake=_forward_fake,
+    cost=forward_cost,
+    backward=_differentiate,
+    save=_save,
+)
+backward_op = register_op(
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool needs_dx, "
+    "bool needs_dweight) -> (Tensor, Tensor)",
+    backward,
+    fake=_backward_fake,
+    cost=backward_cost,
+)

@@ -15,18 +15,18 @@ map is linear: the backward saves neither q nor k, and gradients of gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
-from nearlight.core.hardware import find_gpu
+from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Inputs, KernelBuild, Op
 from nearlight.core.rows import FLOATS, refuse_dtensor
-from nearlight.ops.rope.kernels import Config, _rope_kernel, config
-from nearlight.ops.rope.registration import Pair, cost, forward_op
+from nearlight.ops.rope.kernels import Config, config
+from nearlight.ops.rope.registration import Pair, cost, forward_op, launch
 
 __all__ = ["OP", "Config", "config", "reference", "rope"]
 
@@ -252,29 +252,15 @@ def _liger_peer() -> Callable[..., Pair]:
 
 
 def _builds(arch: str) -> Sequence[KernelBuild]:
-    dtypes = {"fp16": torch.float16} if arch == "sm_75" else {"bf16": torch.bfloat16}
-    dtypes["fp32"] = torch.float32
-    builds = []
-    for name, dtype in dtypes.items():
-        for width, rotary_dim, is_interleaved in ((128, 128, False), (128, 64, True)):
-            tile = config((8192, 32, 8, rotary_dim // 2), dtype, find_gpu("h200"))
-            rest = width - rotary_dim
-            constants = {"HALF": rotary_dim // 2, "REST": rest, "BLOCK_REST": max(rest, 1)}
-            constants |= {"INTERLEAVED": is_interleaved, "IS_FULL": True, "IS_TRANSPOSED": True}
-            constants |= {"SHARE_ANGLES": tile.share_angles, "BLOCK_HALF": tile.block_half}
-            constants |= {"BLOCK_S": tile.block_s, "BLOCK_H": tile.block_h}
-            constants |= {"BLOCK_HK": tile.block_hk, "ACC": tl.float32}
-            # As a launch sees them: a stride of 1 compiled in, the others multiples of 16.
-            constants |= {arg: 1 for arg in _rope_kernel.arg_names if arg.endswith("_stride_d")}
-            signature = {
-                arg: f"*{name}" if arg.endswith("_ptr") else "i32:16"
-                for arg in _rope_kernel.arg_names
-                if arg not in constants
-            }
-            signature["positions_ptr"] = "*i64"
-            # 80 registers leave room for six programs on an SM, twelve vectors in flight a thread.
-            builds.append(KernelBuild(_rope_kernel, signature, constants, tile.num_warps, 3, 80))
-    return builds
+    with described_launches(gpu_of_arch(arch)) as builds, torch.device("meta"):
+        for dtype in (torch.float16 if arch == "sm_75" else torch.bfloat16, torch.float32):
+            q, k = (torch.empty(4, 8192, n, 128, dtype=dtype).transpose(1, 2) for n in (32, 8))
+            positions = torch.empty(4, 8192, dtype=torch.int64)
+            for rotary_dim, is_interleaved in ((128, False), (64, True)):
+                table = torch.empty(8192, rotary_dim, dtype=dtype)
+                launch(True, q, k, table, table, positions, is_interleaved, rotary_dim, 1)
+    # They leave room for six programs on an SM, twelve vectors in flight a thread.
+    return [replace(build, max_registers=80) for build in builds]
 
 
 def _case(

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import triton
 
-from nearlight.core.cost import Cost, register_cost, tensor_bytes
-from nearlight.core.rows import launch_gpu, triton_accumulator
+from nearlight.core.cost import Cost, tensor_bytes
+from nearlight.core.launch import launch_gpu
+from nearlight.core.register import register_op
+from nearlight.core.rows import accumulator_pipe, triton_accumulator
 from nearlight.ops.rope.kernels import _rope_kernel, config
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _launch(
+def launch(
     is_transposed: bool,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -27,6 +29,7 @@ def _launch(
     rotary_dim: int,
     heads_dim: int,
 ) -> Pair:
+    """Return q and k turned, or turned back where `is_transposed`; arguments as in `rope`."""
     # empty_like keeps the order of memory: attention gets what its projection wrote.
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     if q.numel() + k.numel() == 0:
@@ -83,43 +86,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     ctx.save_for_backward(*tables)
 
 
-def _register(name: str, is_transposed: bool) -> Any:
-    """Define one op and return what to call."""
-    _library.define(
-        f"{name}(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, "
-        "bool interleaved, int rotary_dim, int heads_dim) -> (Tensor, Tensor)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, partial(_launch, is_transposed), device)
-    torch.library.register_fake(
-        f"nearlight::{name}",
-        lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
-        lib=_library,
-    )
-    return getattr(torch.ops.nearlight, name).default
+def _differentiate(transposed: Callable[..., Pair], ctx: Any, *upstream: Any) -> tuple[Any, ...]:
+    options = (ctx.interleaved, ctx.rotary_dim, ctx.heads_dim)
+    return *transposed(*upstream, *ctx.saved_tensors, *options), *[None] * 6
 
 
-_library = torch.library.Library("nearlight", "FRAGMENT")
-forward_op, _backward_op = _register("rope_fwd", False), _register("rope_bwd", True)
-
-
-def _differentiate_with(op: Callable[..., Pair]) -> Callable[..., tuple[Any, ...]]:
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[Any, ...]:
-        options = (ctx.interleaved, ctx.rotary_dim, ctx.heads_dim)
-        return *op(dq, dk, *ctx.saved_tensors, *options), *[None] * 6
-
-    return backward
-
-
-# The map is linear and each op is the other's transpose.
-for _name, _transpose in (("rope_fwd", _backward_op), ("rope_bwd", forward_op)):
-    torch.library.register_autograd(
-        f"nearlight::{_name}", _differentiate_with(_transpose), setup_context=_save, lib=_library
-    )
-
-
-@register_cost("nearlight::rope_fwd", "nearlight::rope_bwd")
 def cost(args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tensor]) -> Cost:
     """Count q, k and the angles read and the outputs written once."""
     q, k, cos, sin, position_ids, *_ = args
@@ -128,7 +99,30 @@ def cost(args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tensor]) -> C
         gathered_bytes = 2 * position_ids.numel() * cos.shape[-1] * cos.element_size()
         angles_bytes = min(angles_bytes, gathered_bytes) + tensor_bytes(position_ids)
     return Cost(
-        flops={"fp64" if q.dtype == torch.float64 else "fp32": 3 * (q.numel() + k.numel())},
+        flops={accumulator_pipe(q.dtype): 3 * (q.numel() + k.numel())},
         bytes_read=tensor_bytes(q) + tensor_bytes(k) + angles_bytes,
         bytes_written=sum(tensor_bytes(output) for output in outputs),
     )
+
+
+_ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool interleaved, "
+    "int rotary_dim, int heads_dim) -> (Tensor, Tensor)"
+)
+# The map is linear and each op is the other's transpose.
+forward_op: Callable[..., Pair] = register_op(
+    "rope_fwd" + _ARGUMENTS,
+    partial(launch, False),
+    fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
+    cost=cost,
+    backward=lambda ctx, dq, dk: _differentiate(_backward_op, ctx, dq, dk),
+    save=_save,
+)
+_backward_op: Callable[..., Pair] = register_op(
+    "rope_bwd" + _ARGUMENTS,
+    partial(launch, True),
+    fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
+    cost=cost,
+    backward=lambda ctx, q, k: _differentiate(forward_op, ctx, q, k),
+    save=_save,
+)

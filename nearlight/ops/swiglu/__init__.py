@@ -14,23 +14,26 @@ read where they lie; only where more than three dimensions remain that do not me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
-from nearlight.core.hardware import find_gpu
+from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
 from nearlight.core.rows import FLOATS, refuse_dtensor
-from nearlight.ops.swiglu import kernels
 from nearlight.ops.swiglu.kernels import Config, config
 from nearlight.ops.swiglu.registration import (
+    backward,
     backward_cost,
+    forward,
     forward_cost,
     forward_op,
+    packed_backward,
+    packed_forward,
     packed_forward_op,
 )
 
@@ -117,11 +120,8 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
 
 def _cost(case: Case) -> Mapping[str, Cost]:
     x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
-    forward = forward_cost((x, x), {}, x)
-    return {
-        "forward": forward,
-        "forward_backward": forward + backward_cost((x, x, x), {}, (x, x)),
-    }
+    there, back = forward_cost((x, x), {}, x), backward_cost((x, x, x), {}, (x, x))
+    return {"forward": there, "forward_backward": there + back}
 
 
 def _liger_peer() -> Callable[..., torch.Tensor]:
@@ -138,24 +138,14 @@ def _liger_peer() -> Callable[..., torch.Tensor]:
 
 
 def _builds(arch: str) -> Sequence[KernelBuild]:
-    dtypes = {"fp16": torch.float16} if arch == "sm_75" else {"bf16": torch.bfloat16}
-    dtypes["fp32"] = torch.float32
-    builds = []
-    for name, dtype in dtypes.items():
-        for kernel in (kernels._swiglu_fwd_kernel, kernels._swiglu_bwd_kernel):
-            tile = config((1, 1 << 28), dtype, find_gpu("h200"))
-            constants = {"ACC": tl.float32, "PRECISE": name == "fp32", "SPLIT_ROWS": False}
-            constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-            # As a launch sees them: a stride of 1 compiled in, the others multiples of 16.
-            constants |= {arg: 1 for arg in kernel.arg_names if arg.endswith("_stride_n")}
-            signature = {
-                arg: f"*{name}" if arg.endswith("_ptr") else "i32:16"
-                for arg in kernel.arg_names
-                if arg not in constants
-            }
-            # 64 registers leave room for half of an SM's threads, which the streams need.
-            builds.append(KernelBuild(kernel, signature, constants, tile.num_warps, 3, 64))
-    return builds
+    with described_launches(gpu_of_arch(arch)) as builds:
+        for dtype in (torch.float16 if arch == "sm_75" else torch.bfloat16, torch.float32):
+            packed = torch.empty(16384, 28672, dtype=dtype, device="meta")
+            gate = torch.empty(16384, 14336, dtype=dtype, device="meta")
+            backward(forward(gate, gate), gate, gate)
+            packed_backward(packed_forward(packed), packed)
+    # They leave room for half of an SM's threads, which the streams need.
+    return [replace(build, max_registers=64) for build in builds]
 
 
 def _saturated_rows(inputs: Inputs) -> Inputs:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
-from nearlight.core.cost import Cost, register_cost, tensor_bytes
-from nearlight.core.rows import launch_gpu, triton_accumulator
+from nearlight.core.cost import Cost, tensor_bytes
+from nearlight.core.launch import launch_gpu
+from nearlight.core.register import register_op
+from nearlight.core.rows import accumulator_pipe, triton_accumulator
 from nearlight.ops.swiglu.kernels import _swiglu_bwd_kernel, _swiglu_fwd_kernel, config
 
 
@@ -74,25 +76,29 @@ def _halves(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed.narrow(-1, 0, width), packed.narrow(-1, width, width)
 
 
-def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return out, in gate's order of memory."""
     out = torch.empty_like(gate)
     _launch(_swiglu_fwd_kernel, [out], [gate, up])
     return out
 
 
-def _backward(
+def backward(
     dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of gate and up."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
     _launch(_swiglu_bwd_kernel, [dgate, dup], [dout, gate, up])
     return dgate, dup
 
 
-def _packed_forward(gate_up: torch.Tensor) -> torch.Tensor:
-    return _forward(*_halves(gate_up))
+def packed_forward(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return out for gate and up in one tensor."""
+    return forward(*_halves(gate_up))
 
 
-def _packed_backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def packed_backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the one tensor that holds gate and up."""
     dgate_up = torch.empty_like(gate_up)
     _launch(_swiglu_bwd_kernel, [*_halves(dgate_up)], [dout, *_halves(gate_up)])
     return dgate_up
@@ -102,75 +108,50 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
     ctx.save_for_backward(*inputs)
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError(
-        "swiglu has no gradient of its gradient; use backend='reference' where one is needed"
-    )
-
-
-_library = torch.library.Library("nearlight", "FRAGMENT")
-
-
-def _register(schema: str, implementation: Any, fake: Any, backward: Any, save: Any = None) -> Any:
-    """Define one op in full and return what to call."""
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, implementation, device)
-    qualified = f"nearlight::{name}"
-    torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
-    return getattr(torch.ops.nearlight, name).default
-
-
-_backward_op: Callable[..., Any] = _register(
-    "swiglu_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)",
-    _backward,
-    lambda dout, gate, up: (torch.empty_like(gate), torch.empty_like(gate)),
-    _refuse_double_backward,
-)
-forward_op: Callable[..., torch.Tensor] = _register(
-    "swiglu_fwd(Tensor gate, Tensor up) -> Tensor",
-    _forward,
-    lambda gate, up: torch.empty_like(gate),
-    lambda ctx, dout: _backward_op(dout, *ctx.saved_tensors),
-    _save,
-)
-_packed_backward_op: Callable[..., Any] = _register(
-    "swiglu_packed_bwd(Tensor dout, Tensor gate_up) -> Tensor",
-    _packed_backward,
-    lambda dout, gate_up: torch.empty_like(gate_up),
-    _refuse_double_backward,
-)
-packed_forward_op: Callable[..., torch.Tensor] = _register(
-    "swiglu_packed_fwd(Tensor gate_up) -> Tensor",
-    _packed_forward,
-    lambda gate_up: torch.empty_like(_halves(gate_up)[0]),
-    lambda ctx, dout: _packed_backward_op(dout, *ctx.saved_tensors),
-    _save,
-)
-
-
-@register_cost("nearlight::swiglu_fwd", "nearlight::swiglu_packed_fwd")
 def forward_cost(args: Sequence[torch.Tensor], kwargs: Any, out: torch.Tensor) -> Cost:
     """Count gate and up read and the output written once; exp is one operation."""
     return Cost(
-        flops={_pipe(out): 5 * out.numel()},
+        flops={accumulator_pipe(out.dtype): 5 * out.numel()},
         bytes_read=sum(tensor_bytes(tensor) for tensor in args),
         bytes_written=tensor_bytes(out),
     )
 
 
-@register_cost("nearlight::swiglu_bwd", "nearlight::swiglu_packed_bwd")
 def backward_cost(args: Sequence[torch.Tensor], kwargs: Any, gradients: Any) -> Cost:
     """Count dout, gate and up read and their gradients written once."""
     written = [gradients] if isinstance(gradients, torch.Tensor) else gradients
     return Cost(
-        flops={_pipe(args[0]): 11 * args[0].numel()},
+        flops={accumulator_pipe(args[0].dtype): 11 * args[0].numel()},
         bytes_read=sum(tensor_bytes(tensor) for tensor in args),
         bytes_written=sum(tensor_bytes(tensor) for tensor in written),
     )
 
 
-def _pipe(tensor: torch.Tensor) -> str:
-    return "fp64" if tensor.dtype == torch.float64 else "fp32"
+_backward_op = register_op(
+    "swiglu_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    backward,
+    fake=lambda dout, gate, up: (torch.empty_like(gate), torch.empty_like(gate)),
+    cost=backward_cost,
+)
+forward_op = register_op(
+    "swiglu_fwd(Tensor gate, Tensor up) -> Tensor",
+    forward,
+    fake=lambda gate, up: torch.empty_like(gate),
+    cost=forward_cost,
+    backward=lambda ctx, dout: _backward_op(dout, *ctx.saved_tensors),
+    save=_save,
+)
+_packed_backward_op = register_op(
+    "swiglu_packed_bwd(Tensor dout, Tensor gate_up) -> Tensor",
+    packed_backward,
+    fake=lambda dout, gate_up: torch.empty_like(gate_up),
+    cost=backward_cost,
+)
+packed_forward_op = register_op(
+    "swiglu_packed_fwd(Tensor gate_up) -> Tensor",
+    packed_forward,
+    fake=lambda gate_up: torch.empty_like(_halves(gate_up)[0]),
+    cost=forward_cost,
+    backward=lambda ctx, dout: _packed_backward_op(dout, *ctx.saved_tensors),
+    save=_save,
+)

@@ -7,15 +7,15 @@ from html import escape
 from math import floor, log10
 
 from nearlight.core.hardware import Gpu
-from nearlight.core.report import OpRow, State
-from nearlight.profiler.pages.terminal import gib, merged
+from nearlight.core.report import OpRow, State, gib
+from nearlight.profiler.memory import OWNERS
+from nearlight.profiler.pages.terminal import merged
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 20, 48
 # Flops per byte shown; a call without arithmetic stands at the left edge.
 INTENSITY = (0.05, 20_000.0)
 POINTS = 40
-OWNERS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "inputs")
 
 
 def roofline(before: State, after: State | None, gpu: Gpu, pipe: str) -> str:

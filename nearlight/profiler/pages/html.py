@@ -7,9 +7,10 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from nearlight.core.hardware import Gpu, find_gpu
-from nearlight.core.report import Report, State, write_aside
+from nearlight.core.report import Report, State, gib, write_aside
+from nearlight.profiler.memory import OWNERS
 from nearlight.profiler.pages import charts
-from nearlight.profiler.pages.terminal import gib, merged
+from nearlight.profiler.pages.terminal import cell, merged, remarks, table_keys
 
 TEMPLATE = Path(__file__).parent / "page.html"
 TOP_OPS, TOP_TENSORS, TOP_PROOF_ROWS = 25, 12, 12
@@ -28,11 +29,14 @@ def render(report: Report) -> str:
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
         gpu=gpu,
+        row_keys=table_keys(report),
+        cell=cell,
         states=[state for state in (report.before, report.after) if state],
-        roofline=charts.roofline(report.before, report.after, gpu, _main_pipe(report, gpu)),
+        roofline=charts.roofline(report.before, report.after, gpu, _roof_pipe(report.before, gpu)),
         memory=charts.memory(report.before, report.after, gpu),
-        owners=[owner for owner in charts.OWNERS if _owns(report, owner)],
+        owners=[owner for owner in OWNERS if _owns(report, owner)],
         ops=merged((report.after or report.before).ops)[:TOP_OPS],
+        remarks=remarks(report.after or report.before),
         tensors=(report.before.peak_tensors)[:TOP_TENSORS],
         proof_rows=report.proof.rows[:TOP_PROOF_ROWS] if report.proof else [],
     )
@@ -41,7 +45,18 @@ def render(report: Report) -> str:
 
 
 def save_html(report: Report, path: str | Path) -> None:
-    """Write the page; aside first, then renamed, so that no half page stays."""
+    """Write the page of an optimize or predict report; no half page is ever left.
+
+    Args:
+        report: what to draw.
+        path: file to write.
+
+    Raises:
+        ValueError: a report without a step (doctor, check, ...).
+
+    Example:
+        >>> nearlight.save_html(nearlight.optimize(model, batch), "out.html")  # doctest: +SKIP
+    """
     write_aside(path, render(report))
 
 
@@ -50,9 +65,6 @@ def _owns(report: Report, owner: str) -> bool:
     return any(state is not None and state.memory.get(owner, 0) > 0 for state in states)
 
 
-def _main_pipe(report: Report, gpu: Gpu) -> str:
-    """Return the pipe whose roof is drawn: the one the setup names, else the fastest it has."""
-    for word, pipe in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")):
-        if word in report.setup and pipe in gpu.peaks_tflops:
-            return pipe
-    return "bf16" if "bf16" in gpu.peaks_tflops else "fp16"
+def _roof_pipe(state: State, gpu: Gpu) -> str:
+    """Return the pipe whose roof is drawn: that of most flops, in a step without any the half's."""
+    return state.pipe or ("bf16" if "bf16" in gpu.peaks_tflops else "fp16")

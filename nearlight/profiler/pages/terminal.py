@@ -2,44 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
-from nearlight.core.report import Finding, OpRow, Proof, Report, State
+from nearlight.core.report import Finding, OpRow, Proof, Report, State, gib
 
 TOP_OPS = 8
+# Less of a step than this is not worth a line.
+WORTH_A_REMARK = 0.005
 
 
-def draw(report: Report, console: Console) -> None:
-    """Print a report of any verb."""
+def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
+    """Print a report of any verb.
+
+    Args:
+        report: what to print.
+        console: where.
+        written: lines about files that were written, printed before the next step.
+    """
     console.print(f"[bold]{escape(report.answer)}[/bold]", soft_wrap=True)
     if report.setup:
-        console.print(escape(report.setup), style="dim", soft_wrap=True)
+        console.print(escape(report.setup), style="dim")
+    if report.rows and report.verb == "predict":
+        console.print(_rows(report))
     if report.before:
         console.print()
         console.print(_states(report.before, report.after))
         console.print(_ops(report.after or report.before))
+        for remark in remarks(report.after or report.before):
+            console.print(escape(remark), highlight=False)
     if report.findings:
         console.print()
         for number, finding in enumerate(report.findings, 1):
             _finding(console, number, finding)
-    if report.rows:
+    if report.rows and report.verb != "predict":
         console.print(_rows(report))
+        for row in report.rows:
+            if row.get("reproduce"):
+                console.print(escape(str(row["reproduce"])), soft_wrap=True, highlight=False)
     if report.proof:
         console.print()
         _proof(console, report.proof)
-    if report.next:
+    if written or report.next:
         console.print()
-        console.print(escape(report.next), soft_wrap=True)
+    for line in (*written, report.next):
+        if line:
+            console.print(escape(line), soft_wrap=True, highlight=False)
 
 
-def gib(num_bytes: float) -> str:
-    """Return bytes as text in GiB, or in MiB below one."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+def remarks(state: State) -> list[str]:
+    """Return what a reader must know to trust the times by op, one line each."""
+    lines = []
+    if (unmodelled := state.figures.get("unmodelled_ms")) is not None:
+        share = unmodelled.value / state.step_ms
+        if share > WORTH_A_REMARK:
+            lines.append(
+                f"{unmodelled.value:.2f} ms, {share:.1%} of the step, are ops without a cost model"
+            )
+    if (kernels := state.figures.get("kernel_ms")) is not None:
+        beyond_ms = kernels.value - state.step_ms
+        if beyond_ms > WORTH_A_REMARK * state.step_ms:
+            lines.append(
+                f"kernels of the profiled step add up to {kernels.value:.1f} ms, {beyond_ms:.1f} "
+                "more than the step takes undisturbed: times by op are too long"
+            )
+    return lines
 
 
 def _table(*columns: str) -> Table:
@@ -77,19 +109,19 @@ def _with_interval(state: State, key: str, unit: str) -> str:
 
 
 def _ops(state: State) -> Table:
-    table = _table("op", "module", "calls", "ms", "limit ms", "share", "bound")
+    table = _table("op", "module", "calls", "ms", "share", "bound")
     for row in merged(state.ops)[:TOP_OPS]:
         share = "" if row.share is None else f"{row.share:.0%}"
-        table.add_row(
-            escape(row.name),
-            escape(row.module),
-            str(row.calls),
-            f"{row.time_ms:.2f}",
-            f"{row.limit_ms:.2f}",
-            share,
-            row.bound,
-        )
+        name, module = short_names(row)
+        calls = str(row.calls or "")
+        table.add_row(escape(name), escape(module), calls, f"{row.time_ms:.2f}", share, row.bound)
     return table
+
+
+def short_names(row: OpRow) -> tuple[str, str]:
+    """Return op and module as a narrow table shows them: no namespace, repeated layers as "*"."""
+    head, star, tail = row.module.rpartition("*.")
+    return row.name.removeprefix("aten::"), f"*.{tail}" if star else head + tail
 
 
 def merged(rows: Iterable[OpRow]) -> list[OpRow]:
@@ -124,11 +156,8 @@ def _finding(console: Console, number: int, finding: Finding) -> None:
     gain = [f"{finding.gain_ms:.2f} ms"] if finding.gain_ms > 0 else []
     gain += [gib(finding.gain_bytes)] if finding.gain_bytes > 0 else []
     promise = f"promises {' and '.join(gain)}" if gain else "promises nothing by itself"
-    console.print(
-        f"{number}. [bold]{escape(finding.title)}[/bold] ({mark}, {promise})",
-        soft_wrap=True,
-        highlight=False,
-    )
+    title = f"[bold]{escape(finding.title)}[/bold] ({mark}, {promise})"
+    console.print(f"{number}. {title}", highlight=False)
     for label, text in (
         ("", finding.evidence),
         ("why: ", finding.cause),
@@ -137,12 +166,14 @@ def _finding(console: Console, number: int, finding: Finding) -> None:
         ("do: ", "" if finding.applied else finding.next_step),
     ):
         if text:
-            console.print(f"   {label}{escape(text)}", soft_wrap=True, highlight=False)
+            console.print(
+                Padding(f"{label}{escape(text)}", (0, 0, 0, 3), expand=False), highlight=False
+            )
 
 
 def _proof(console: Console, proof: Proof) -> None:
     verdict = "[green]proof passed[/green]" if proof.passed else "[red]proof failed[/red]"
-    console.print(f"{verdict}: {escape(proof.method)}", soft_wrap=True, highlight=False)
+    console.print(f"{verdict}: {escape(proof.method)}", highlight=False)
     if not proof.rows:
         return
     text = f"{len(proof.rows)} quantities"
@@ -153,27 +184,40 @@ def _proof(console: Console, proof: Proof) -> None:
             f"; nearest to its limit: {escape(str(worst['name']))}, error {worst['error']:.1e} "
             f"(plain PyTorch {worst['plain_error']:.1e})"
         )
-    console.print(f"   {text}", soft_wrap=True, highlight=False)
+    console.print(Padding(text, (0, 0, 0, 3), expand=False), highlight=False)
     for row in proof.rows:
         if not row["passed"]:
-            console.print(
-                f"   [red]{escape(str(row['name']))}[/red]: {escape(row['reason'])}",
-                soft_wrap=True,
-                highlight=False,
-            )
+            line = f"[red]{escape(str(row['name']))}[/red]: {escape(row['reason'])}"
+            console.print(Padding(line, (0, 0, 0, 3), expand=False), highlight=False)
 
 
 def _rows(report: Report) -> Table:
-    columns = list(dict.fromkeys(key for row in report.rows for key in row))
-    table = _table(*columns)
+    keys = [key for key in table_keys(report) if key != "reproduce"]
+    table = _table(*(key.removesuffix("_bytes").replace("_", " ") for key in keys))
     for column in table.columns:
         column.justify = "left"
     for row in report.rows:
-        table.add_row(*(escape(_cell(row.get(column))) for column in columns))
+        table.add_row(*(escape(cell(key, row.get(key))) for key in keys))
     return table
 
 
-def _cell(value: object) -> str:
+def table_keys(report: Report) -> list[str]:
+    """Return the columns of a report's rows, in the order they first appear."""
+    return list(dict.fromkeys(key for row in report.rows for key in row))
+
+
+def cell(key: str, value: object) -> str:
+    """Return a value of a report's row as text, in the unit that its key names."""
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        if key.endswith("_bytes"):
+            return gib(value)
+        if key.endswith("_per_s"):
+            return f"{value:,.0f}"
+        if key == "share":
+            return f"{value:.0%}"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return str(value)

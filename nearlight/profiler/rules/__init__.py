@@ -5,6 +5,8 @@ Each file has a pure function `find(trace, state, gpu) -> Finding | None`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from nearlight.core.hardware import Gpu
 from nearlight.core.report import Finding, State
 from nearlight.profiler.capture import Trace
@@ -53,7 +55,14 @@ def find(trace: Trace, state: State, gpu: Gpu) -> list[Finding]:
     """
     found = [rule.find(trace, state, gpu) for rule in RULES]
     findings = [finding for finding in found if finding is not None]
-    blocking = does_not_fit.TITLE
-    return sorted(
-        findings, key=lambda f: (not f.title.startswith(blocking), -f.gain_ms, -f.gain_bytes)
-    )
+    return ordered(findings)
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort findings: what does not fit first, then the largest gain."""
+    return sorted(findings, key=lambda f: (not is_blocking(f), -f.gain_ms, -f.gain_bytes))
+
+
+def is_blocking(finding: Finding) -> bool:
+    """Say whether a finding is that the program does not fit on its GPU."""
+    return finding.title.startswith(does_not_fit.TITLE)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from nearlight.core.hardware import Gpu
-from nearlight.core.report import Finding, State
+from nearlight.core.report import Finding, State, gib
 from nearlight.profiler.capture import Trace
 from nearlight.profiler.memory import Storage
-from nearlight.profiler.rules.evidence import Evidence, gib, matching
+from nearlight.profiler.rules.evidence import Evidence, matching
 
 _is_layer = matching(r"(^|\.)(layers|h|blocks|layer)\.\d+(\.|$)")
 _layer_itself = matching(r"(^|\.)(layers|h|blocks|layer)\.\d+$")
+# Checkpointing costs a forward pass, a third of a training step's products: not worth naming where
+# it frees less than about as much of the memory.
 LARGE_SHARE = 0.3
 
 

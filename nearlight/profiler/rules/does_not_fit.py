@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from nearlight.core.hardware import Gpu
-from nearlight.core.report import Finding, State
+from nearlight.core.report import Finding, State, gib
 from nearlight.profiler.capture import Trace
 from nearlight.profiler.predict import capacity_bytes
-from nearlight.profiler.rules.evidence import gib
 
 TITLE = "does not fit"
 _PER_SAMPLE = ("activations", "temporaries", "inputs")

@@ -10,12 +10,13 @@ from math import prod
 
 from nearlight.core.cost import Cost
 from nearlight.core.hardware import Gpu, ceilings
-from nearlight.core.report import Finding, State
+from nearlight.core.report import Finding, State, gib
 from nearlight.profiler.capture import Call, TensorMeta, Trace
 from nearlight.profiler.memory import Storage
 from nearlight.profiler.predict import predict_call_s
 
-# A finding below this share of the step's time and of its peak memory is noise.
+# A finding below this share of the step's time and of its peak memory is noise: equal machines
+# differ by 3% (docs/log.md), and a page of thousandths helps nobody.
 SMALLEST_GAIN = 0.001
 
 
@@ -132,13 +133,6 @@ def describe_calls(calls: Sequence[Call], time_ms: float) -> str:
     """Return "64 calls, 12.3 ms, 45.6 GiB moved"."""
     moved = sum(call.cost.bytes for call in calls)
     return f"{len(calls)} calls, {time_ms:.2f} ms, {gib(moved)} moved"
-
-
-def gib(num_bytes: float) -> str:
-    """Return bytes as GiB, or MiB where that reads better."""
-    if abs(num_bytes) >= 2**30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def matching(pattern: str) -> Callable[[str], bool]:

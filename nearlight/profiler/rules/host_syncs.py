@@ -8,7 +8,8 @@ from nearlight.profiler.capture import Trace
 from nearlight.profiler.rules.evidence import Evidence
 
 _READ = "aten::_local_scalar_dense"
-# After a wait the host has to fill the queue again; until then kernels run at the host's pace.
+# After a wait the host has to fill the queue again; until then kernels run at the host's pace. How
+# many ops that takes was estimated, not measured.
 _OPS_UNTIL_AHEAD = 10
 
 

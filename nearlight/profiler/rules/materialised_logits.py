@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from nearlight.core.hardware import Gpu
-from nearlight.core.report import Finding, State
+from nearlight.core.report import Finding, State, gib
 from nearlight.profiler.capture import Call, Trace
 from nearlight.profiler.memory import Storage
 from nearlight.profiler.rules.evidence import (
     Evidence,
     describe_calls,
-    gib,
     is_stream,
     largest_bytes,
 )
@@ -58,10 +59,7 @@ def _makes_logits(call: Call, widths: set[int]) -> bool:
 
 
 def _rows(call: Call, vocab: int) -> int:
-    size = 1
-    for extent in call.outputs[0].shape:
-        size *= extent
-    return size // vocab
+    return prod(call.outputs[0].shape) // vocab
 
 
 def _is_wide(call: Call, vocab: int, rows: int) -> bool:
@@ -78,7 +76,4 @@ def _covers(shape: tuple[int, ...], vocab: int, rows: int) -> bool:
     """Return whether a shape is that of the logits; shifting may cost or add a token a row."""
     if len(shape) < 2 or shape[-1] != vocab:
         return False
-    size = 1
-    for extent in shape[:-1]:
-        size *= extent
-    return abs(size - rows) <= max(shape[0], rows // 64)
+    return abs(prod(shape[:-1]) - rows) <= max(shape[0], rows // 64)

@@ -19,6 +19,9 @@ from nearlight.profiler.target.record import (
     LossFunction,
     Sizes,
     Target,
+    check_gpu,
+    check_model,
+    check_task,
     sizes,
     task_loss,
 )
@@ -28,8 +31,10 @@ __all__ = [
     "PRESETS",
     "TASKS",
     "Batch",
+    "LossFunction",
     "Sizes",
     "Target",
+    "check_gpu",
     "from_model",
     "load",
     "sizes",
@@ -62,8 +67,7 @@ def load(
         >>> load("llama-3.2-1b", batch=8, seq=4096).seq
         4096
     """
-    if task not in TASKS:
-        raise BadInput(f"task {task!r}: allowed are {', '.join(TASKS)}")
+    check_task(task)
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
     for size_name, size in (("batch", batch), ("seq", seq)):
@@ -117,13 +121,13 @@ def from_model(
         name: how reports call it; the class by default.
 
     Raises:
-        BadInput: a batch that is no tensors.
+        BadInput: a batch that is no tensors or empty, or a model that cannot run the task.
     """
     name = name or type(model).__name__
-    if task not in TASKS:
-        raise BadInput(f"task {task!r}: allowed are {', '.join(TASKS)}")
+    check_task(task)
     if not isinstance(model, nn.Module):
         raise BadInput(f"{type(model).__name__} is no torch.nn.Module")
+    check_model(model, task, name)
     tensors = check_batch(model, batch, name)
 
     def to_device(device: str) -> Batch:

@@ -24,13 +24,13 @@ def text_ids(tokenizer: Any, batch: int, seq: int, vocab_size: int) -> torch.Ten
             break
     if not ids:
         raise ValueError("the tokenizer makes no tokens of Python's standard library")
-    # A batch larger than the library reads it again from the start.
-    ids = (ids * -(-wanted // len(ids)))[:wanted]
     if max(ids) >= vocab_size:
         raise ValueError(
             f"the tokenizer has token id {max(ids)}, the model's vocabulary ends at {vocab_size}"
         )
-    return torch.tensor(ids, dtype=torch.int64).view(batch, seq)
+    # A batch larger than the library reads it again from the start.
+    repeats = -(-wanted // len(ids))
+    return torch.tensor(ids, dtype=torch.int64).repeat(repeats)[:wanted].view(batch, seq)
 
 
 def random_ids(batch: int, seq: int, vocab_size: int) -> torch.Tensor:
@@ -39,15 +39,22 @@ def random_ids(batch: int, seq: int, vocab_size: int) -> torch.Tensor:
     return torch.randint(vocab_size, (batch, seq), generator=generator)
 
 
-def cache_like(config: Any, batch: int, seq: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return keys and values of `seq` past tokens: (layers, 2, batch, kv heads, seq, head dim)."""
+def cache_like(
+    config: Any, batch: int, seq: int, dtype: torch.dtype, device: str = "cpu"
+) -> torch.Tensor:
+    """Return keys and values of `seq` past tokens: (layers, 2, batch, kv heads, seq, head dim).
+
+    They are seeded normal numbers; on the device "meta" there are none, only their sizes.
+    """
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     shape = (text.num_hidden_layers, 2, batch, kv_heads, seq, head_dim)
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 def _library_sources() -> Iterator[str]:

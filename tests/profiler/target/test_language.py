@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.hardware import GPUS
 from nearlight.profiler.target import language, load
 
 transformers = pytest.importorskip("transformers")
@@ -136,6 +137,26 @@ def test_sizes_that_make_no_sense(bare_folder):
         load(bare_folder, task="decode", seq=64)
     with pytest.raises(BadInput, match="at least 2 tokens"):
         load(bare_folder, seq=1)
+
+
+@pytest.mark.parametrize("task", ["train", "prefill", "decode"])
+def test_sizes_alone_take_no_memory_and_are_those_of_the_real_batch(bare_folder, task):
+    target = load(bare_folder, task=task, batch=2, seq=8)
+    sizes, real = target.make_batch("meta"), target.make_batch("cpu")
+    assert all(tensor.device.type == "meta" for tensor in sizes.values())
+    shapes = [{k: (t.shape, t.stride(), t.dtype) for k, t in b.items()} for b in (sizes, real)]
+    assert shapes[0] == shapes[1]
+    largest = load(bare_folder, task=task, batch=language.MAX_TOKENS // 32, seq=32)
+    assert largest.make_batch("meta")["input_ids"].shape[0] == 2**23
+
+
+def test_more_tokens_than_any_gpu_holds_are_refused(bare_folder):
+    with pytest.raises(
+        BadInput, match=r"batch 1000000000 × seq 64 is 6\.4e\+10 tokens.* at most 268"
+    ):
+        load(bare_folder, batch=10**9, seq=64)
+    narrowest = 576 * 2 * language.MAX_TOKENS
+    assert all(gpu.memory_bytes < narrowest for gpu in GPUS.values())
 
 
 def _edit(folder, **changes):

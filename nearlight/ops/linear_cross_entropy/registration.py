@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from nearlight.core.cost import Cost, matmul_pipe, register_cost, tensor_bytes
+from nearlight.core.cost import Cost, matmul_pipe, tensor_bytes
+from nearlight.core.register import refuse_double_backward, register_op
 from nearlight.core.rows import accumulator
 from nearlight.ops.linear_cross_entropy.chunks import plan
 from nearlight.ops.linear_cross_entropy.kernels import scale_
@@ -31,6 +32,10 @@ _SCHEMA = (
 
 def _fwd(*args: Any) -> tuple[torch.Tensor, *Gradients]:
     arguments = Arguments(*args)
+    if arguments.forward_needs != arguments.needs:  # what the backward could not do is refused here
+        rows, budget_bytes = arguments.labels.numel(), arguments.memory_budget_bytes
+        vocab, hidden = arguments.weight.shape
+        plan(rows, vocab, hidden, arguments.x.dtype, arguments.needs_weight, budget_bytes)
     loss, grad_x, grad_weight, grad_bias = run(arguments, arguments.forward_needs)
     if arguments.reduction != "none":
         loss = loss.sum()
@@ -96,48 +101,21 @@ def _keeps_graph(saved: torch.Tensor) -> bool:
 
 def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "linear_cross_entropy has no second derivative: call backward without create_graph, "
-            "or the op with backend='reference'"
-        )
+        refuse_double_backward("linear_cross_entropy")
     if grad_loss is None:
         return (None,) * _NUM_ARGUMENTS
+    gradients = ctx.saved_tensors  # read once: a checkpoint gives them out no second time
     if not ctx.has_gradients:
-        gradients = _ops.linear_cross_entropy_bwd(grad_loss, *ctx.saved_tensors, *ctx.options)
-    elif _keeps_graph(ctx.saved_tensors[0]):
-        gradients = [(g.to(grad_loss.dtype) * grad_loss).to(g.dtype) for g in ctx.saved_tensors]
+        gradients = _backward_op(grad_loss, *gradients, *ctx.options)
+    elif _keeps_graph(gradients[0]):
+        gradients = [(g.to(grad_loss.dtype) * grad_loss).to(g.dtype) for g in gradients]
     else:
-        gradients = ctx.saved_tensors
-        _ops.linear_cross_entropy_scale_([g for g in gradients if g.numel()], grad_loss)
+        _scale_op([g for g in gradients if g.numel()], grad_loss)
     grad_x, grad_weight, grad_bias = (
         gradient if is_needed else None
         for gradient, is_needed in zip(gradients, ctx.needs, strict=True)
     )
     return grad_x, grad_weight, None, grad_bias, *(None,) * (_NUM_ARGUMENTS - 4)
-
-
-def _refuse_double_backward(ctx: Any, *_: torch.Tensor) -> None:
-    raise RuntimeError("linear_cross_entropy has no second derivative")
-
-
-_library = torch.library.Library("nearlight", "FRAGMENT")
-_ops = torch.ops.nearlight
-_GRADIENTS = "Tensor, Tensor, Tensor"
-for _name, _schema, _implementation, _fake in (
-    ("fwd", f"({_SCHEMA}) -> (Tensor, {_GRADIENTS})", _fwd, _fwd_fake),
-    ("bwd", f"(Tensor grad_loss, {_SCHEMA}) -> ({_GRADIENTS})", _bwd, _bwd_fake),
-    ("scale_", "(Tensor(a!)[] gradients, Tensor factor) -> ()", _scale, lambda g, f: None),
-):
-    _library.define(f"linear_cross_entropy_{_name}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    for _device in ("CPU", "CUDA"):
-        _library.impl(f"linear_cross_entropy_{_name}", _implementation, _device)
-    torch.library.register_fake(f"nearlight::linear_cross_entropy_{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "nearlight::linear_cross_entropy_fwd", _backward, setup_context=_setup_context, lib=_library
-)
-torch.library.register_autograd(
-    "nearlight::linear_cross_entropy_bwd", _refuse_double_backward, lib=_library
-)
 
 
 def call_cost(
@@ -172,13 +150,11 @@ VECTOR_BYTES_PER_ROW = 64
 _NUM_SMALL_KERNELS = 13
 
 
-@register_cost("nearlight::linear_cross_entropy_fwd")
 def _cost_fwd(args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Cost:
     arguments = Arguments(*args)
     return _cost(arguments, arguments.forward_needs)
 
 
-@register_cost("nearlight::linear_cross_entropy_bwd")
 def _cost_bwd(args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Cost:
     arguments = Arguments(*args[1:])
     return _cost(arguments, arguments.needs)
@@ -190,7 +166,29 @@ def _cost(arguments: Arguments, needs: Needs) -> Cost:
     return call_cost(rows, vocab, hidden, arguments.x.dtype, needs, budget_bytes)
 
 
-@register_cost("nearlight::linear_cross_entropy_scale_")
 def _cost_scale(args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Cost:
     """The usual factor is 1, which the kernels notice and leave: launches, no bytes."""
     return Cost(num_kernels=len(args[0]), bytes_read=tensor_bytes(args[1]))
+
+
+_GRADIENTS = "Tensor, Tensor, Tensor"
+forward_op = register_op(
+    f"linear_cross_entropy_fwd({_SCHEMA}) -> (Tensor, {_GRADIENTS})",
+    _fwd,
+    fake=_fwd_fake,
+    cost=_cost_fwd,
+    backward=_backward,
+    save=_setup_context,
+)
+_backward_op = register_op(
+    f"linear_cross_entropy_bwd(Tensor grad_loss, {_SCHEMA}) -> ({_GRADIENTS})",
+    _bwd,
+    fake=_bwd_fake,
+    cost=_cost_bwd,
+)
+_scale_op = register_op(
+    "linear_cross_entropy_scale_(Tensor(a!)[] gradients, Tensor factor) -> ()",
+    _scale,
+    fake=lambda gradients, factor: None,
+    cost=_cost_scale,
+)

@@ -1,0 +1,74 @@
+"""What the machine code of a .cu file is made of: its own text and every header in reach."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+INCLUDE = Path(__file__).parent / "include"
+
+# Also `__has_include(<x>)` and `#include_next`: a header too many only compiles once more.
+_HEADER = re.compile(r'include(?:_next)?(?:\s|/\*.*?\*/|\()*(?:"([^"\n]+)"|<([^>\n]+)>)', re.DOTALL)
+_MACRO_HEADER = re.compile(r"^\s*#\s*include(?:_next)?\s+[A-Za-z_]", re.MULTILINE)
+
+
+def include_path(path: Path) -> list[Path]:
+    """Return the folders of `#include <...>` for a .cu file, in the order they are searched."""
+    return [INCLUDE, path.absolute().parent, _cuda_headers()]
+
+
+def sources(path: Path) -> dict[str, str]:
+    """Return the texts that decide a .cu file's machine code.
+
+    A header counts in every folder where the compiler might find it: that of the file that
+    includes it (in quotes) and those of `include_path`. So the order of the search need not be
+    known, and a header that comes to lie before another is noticed.
+
+    Returns:
+        The file's own text by its name, then each header's by its absolute path.
+    """
+    folders = include_path(path)
+    found = {path.name: path.read_text(encoding="utf-8")}
+    waiting = [(folders[1], found[path.name])]
+    while waiting:
+        folder, text = waiting.pop()
+        for quoted, angled in _HEADER.findall(_joined(text)):
+            for place in [folder, *folders] if quoted else folders:
+                spelled = place / (quoted or angled)
+                # its folder resolved, not itself: headers beside a link are looked for beside it
+                file = Path(os.path.realpath(spelled.parent), spelled.name)
+                if str(file) not in found and (content := _read(file)) is not None:
+                    found[str(file)] = content
+                    waiting.append((file.parent, content))
+    return found
+
+
+def has_macro_header(texts: dict[str, str]) -> bool:
+    """Return whether a text includes a header by a macro, which only the compiler can follow."""
+    return any(_MACRO_HEADER.search(_joined(text)) for text in texts.values())
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_bytes().decode("utf-8", "surrogateescape")
+    except (OSError, ValueError):  # not there, a folder, or no name of a file at all
+        return None
+
+
+def _joined(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\\\n", "")
+
+
+@lru_cache
+def _cuda_headers() -> Path:
+    """Return the folder with cuda_fp16.h and cuda_bf16.h: Triton's wheel carries them all."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    if not (folder / "cuda_bf16.h").is_file():
+        raise RuntimeError(
+            "no CUDA headers in the installed triton; pip install 'triton>=3.6,<3.10'"
+        )
+    return folder

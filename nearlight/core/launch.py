@@ -1,0 +1,137 @@
+"""Launches as they would be on a GPU: for which one, and described without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nearlight.core.hardware import GPUS, Gpu, find_gpu, gpu_from_device_name
+from nearlight.core.op import KernelBuild
+
+# Where the table lacks a GPU, a launch rule takes this one's numbers.
+_STAND_IN = "h200"
+_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+_gpus: dict[torch.device, Gpu | None] = {}
+_described: ContextVar[tuple[Gpu | None, list[KernelBuild]] | None] = ContextVar(
+    "described", default=None
+)
+
+
+def launch_gpu(device: torch.device) -> Gpu | None:
+    """Return the GPU whose numbers a launch rule may use; None for CPU tensors (interpreted).
+
+    A GPU that the table lacks, or a slice of one, gets the H200's row with its own number of SMs:
+    a launch rule needs no more, and nothing is judged by it. Meta tensors get the GPU of
+    `described_launches`.
+    """
+    try:
+        return _gpus[device]  # as fast as it gets: this is paid by every call of an op
+    except KeyError:
+        if device.type == "meta":
+            return _description()[0]
+    gpu = _gpus[device] = _gpu_of_device(device) if device.type == "cuda" else None
+    return gpu
+
+
+def _gpu_of_device(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        gpu = gpu_from_device_name(properties.name)
+    except ValueError:
+        gpu = find_gpu(_STAND_IN)
+    return replace(gpu, num_sms=properties.multi_processor_count)
+
+
+def gpu_of_arch(arch: str) -> Gpu:
+    """Return the first GPU of the table with this arch ("sm_90" or "sm_90a")."""
+    matching = (gpu for gpu in GPUS.values() if gpu.arch.rstrip("a") == arch.rstrip("af"))
+    return next(matching, find_gpu(_STAND_IN))
+
+
+@contextmanager
+def described_launches(gpu: Gpu | None) -> Iterator[list[KernelBuild]]:
+    """Describe the launches on meta tensors inside the block instead of running them.
+
+    So what is compiled for an arch is what the launcher of an op launches there, tiles included.
+
+    Args:
+        gpu: what `launch_gpu` answers; None for the launches of the interpreter.
+
+    Returns:
+        The builds, each once, in order; complete when the block ends. Budgets are the default
+        ones.
+    """
+    builds: list[KernelBuild] = []
+    token = _described.set((gpu, builds))
+    try:
+        yield builds
+    finally:
+        _described.reset(token)
+
+
+def describe(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note a launch as Triton would specialise it: constants, None, ones and multiples of 16."""
+    builds = _description()[1]
+    given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for parameter in kernel.params:
+        if parameter.name not in given:
+            continue  # has a default, which the build takes, too
+        value = given[parameter.name]
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            constants[parameter.name] = value
+        else:
+            is_aligned = not (
+                parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            )
+            signature[parameter.name] = _type(value, is_aligned)
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    build = KernelBuild(kernel, signature, constants, **options)
+    if build not in builds:
+        builds.append(build)
+
+
+def is_describing() -> bool:
+    """Return whether launches on meta tensors are described here and now."""
+    return _described.get() is not None
+
+
+def _description() -> tuple[Gpu | None, list[KernelBuild]]:
+    described = _described.get()
+    if described is None:
+        raise ValueError(
+            "meta tensors hold no values to launch a kernel on: allowed are CUDA and CPU tensors, "
+            "and meta tensors inside `described_launches`"
+        )
+    return described
+
+
+def _type(value: Any, is_aligned: bool) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        size = "i32" if -(2**31) <= value < 2**31 else "i64"
+        return f"{size}:16" if is_aligned and value % 16 == 0 else size
+    if isinstance(value, float):
+        return "fp32"
+    raise TypeError(f"a kernel argument is a {type(value).__name__}: allowed are tensors, numbers")

@@ -1,0 +1,69 @@
+"""`register_op`: one torch op in full: schema, implementation, shapes, gradient, cost and tags.
+
+`torch.library.Library` instead of `custom_op`: half the host cost per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from nearlight.core.cost import Formula, register_cost
+
+_library = torch.library.Library("nearlight", "FRAGMENT")
+
+
+def register_op(
+    schema: str,
+    implementation: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    cost: Formula,
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """Define an op of the namespace `nearlight` and return what to call.
+
+    Args:
+        schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language.
+        implementation: what runs on CPU and CUDA tensors.
+        fake: takes the same arguments and returns empty outputs of the right shape, dtype, strides.
+        cost: `(args, kwargs, outputs) -> Cost` with fewest bytes.
+        backward: `(ctx, *upstream) -> a gradient or None per argument`; where it is left out, as
+            for a backward op, a gradient is refused: torch alone would answer 0 in silence.
+        save: `(ctx, inputs, output)`, keeps what `backward` needs.
+
+    Example:
+        >>> double = register_op(
+        ...     "double_fwd(Tensor x) -> Tensor",
+        ...     lambda x: 2 * x,
+        ...     fake=torch.empty_like,
+        ...     cost=lambda args, kwargs, out: Cost(),
+        ...     backward=lambda ctx, dout: 2 * dout,
+        ... )  # doctest: +SKIP
+    """
+    name = schema.partition("(")[0]
+    qualified = f"nearlight::{name}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, implementation, device)
+    torch.library.register_fake(qualified, fake, lib=_library)
+    op: Callable[..., Any] = getattr(torch.ops.nearlight, name).default
+    if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
+        if backward is None:
+
+            def backward(ctx: Any, *upstream: Any) -> NoReturn:
+                refuse_double_backward(name.removesuffix("_bwd"))
+
+        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
+    register_cost(qualified)(cost)
+    return op
+
+
+def refuse_double_backward(op: str) -> NoReturn:
+    """Raise RuntimeError: the op's gradient cannot be differentiated."""
+    raise RuntimeError(
+        f"{op} has no gradient of its gradient; use backend='reference' where one is needed"
+    )

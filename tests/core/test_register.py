@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch.library import opcheck
+
+from nearlight.core.cost import Cost, formula_for
+from nearlight.core.register import register_op
+
+_triple_bwd = register_op(
+    "test_triple_bwd(Tensor dout) -> Tensor",
+    lambda dout: 3 * dout,
+    fake=torch.empty_like,
+    cost=lambda args, kwargs, out: Cost(),
+)
+_triple = register_op(
+    "test_triple(Tensor x) -> Tensor",
+    lambda x: 3 * x,
+    fake=torch.empty_like,
+    cost=lambda args, kwargs, out: Cost(bytes_read=7),
+    backward=lambda ctx, dout: _triple_bwd(dout),
+)
+_fill_ = register_op(
+    "test_fill_(Tensor(a!) x) -> ()",
+    lambda x: x.fill_(1) and None,
+    fake=lambda x: None,
+    cost=lambda args, kwargs, out: Cost(),
+)
+
+
+def test_forward_backward_and_cost():
+    x = torch.randn(3, requires_grad=True)
+    (dx,) = torch.autograd.grad(_triple(x).sum(), x)
+    assert torch.equal(dx, torch.full((3,), 3.0))
+    assert formula_for("nearlight::test_triple")((x,), {}, x).bytes_read == 7
+    opcheck(_triple, (x,))
+    assert torch.Tag.pt2_compliant_tag in _triple.tags
+
+
+def test_a_gradient_of_the_gradient_is_refused_not_lost():
+    x = torch.randn(3, requires_grad=True)
+    (dx,) = torch.autograd.grad((_triple(x) * x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="test_triple has no gradient of its gradient; use"):
+        dx.sum().backward()
+
+
+def test_an_op_that_writes_in_place_takes_no_gradient_formula():
+    x = torch.zeros(1)
+    _fill_(x)
+    assert x == 1

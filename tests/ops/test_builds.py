@@ -1,0 +1,87 @@
+"""What is compiled for an arch is what is launched."""
+
+import pytest
+import torch
+
+from nearlight.core.hardware import GPUS
+from nearlight.core.launch import described_launches
+from nearlight.ops import OPS
+from nearlight.ops.layer_norm import registration as layer_norm
+from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
+from nearlight.ops.rms_norm import registration as rms_norm
+from nearlight.ops.rope import registration as rope
+from nearlight.ops.swiglu import registration as swiglu
+from nearlight.workbench.trial import launches
+
+ARCHES = sorted({gpu.arch.rstrip("a") for gpu in GPUS.values()})
+
+
+def launch_rms_norm():
+    for width in (96, 20_000):
+        x = torch.ones(5, width)
+        rstd = rms_norm.forward(x, x[0], 1e-6, 0.0, True, x.dtype)[1]
+        rms_norm.backward(x, x, x[0], rstd, 0.0, True, True)
+
+
+def launch_layer_norm():
+    for width in (96, 20_000):
+        x = torch.ones(5, width)
+        _, mean, rstd = layer_norm.forward(x, x[0], x[0], 1e-5, x.dtype)
+        layer_norm.backward(x, x, x[0], x[0], mean, rstd, [True, True, True])
+
+
+def launch_swiglu():
+    x = torch.ones(5, 96)
+    swiglu.backward(swiglu.forward(x, x), x, x)
+    swiglu.packed_backward(swiglu.packed_forward(x), x)
+
+
+def launch_rope():
+    q, table = torch.ones(2, 5, 3, 12), torch.ones(5, 8)
+    rope.launch(True, q, q, table, table, None, False, 8, 2)
+
+
+def launch_linear_cross_entropy():
+    logits, row = torch.ones(5, 96, dtype=torch.bfloat16), torch.ones(5)
+    labels = torch.ones(5, dtype=torch.int64)
+    options = linear_cross_entropy.LossOptions(softcap=30.0)
+    linear_cross_entropy.cross_entropy_(logits, labels, row, options)
+    linear_cross_entropy.split_add_(logits, logits.to(torch.uint8), logits.float(), True)
+    linear_cross_entropy.scale_(logits, row[0])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_described_is_what_is_launched(name):
+    launch = globals()[f"launch_{name}"]
+    with launches() as launched:
+        launch()
+    with described_launches(None) as builds, torch.device("meta"):
+        launch()
+    described = [
+        (build.kernel.fn.__name__, constants)
+        for build in builds
+        if (constants := {k: v for k, v in build.constants.items() if k.isupper()})
+    ]
+    assert described and len(described) == len(launched)
+    for (kernel, constants), (other, sizes) in zip(described, launched, strict=True):
+        # Of a launch the sizes are noted.
+        assert kernel == other and sizes.items() <= constants.items()
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_builds_take_the_tiles_of_a_gpu_of_the_arch(name, arch):
+    builds = OPS[name].builds(arch)
+    assert builds or (name, arch) == ("linear_cross_entropy", "sm_75")
+    for build in builds:
+        # Triton evaluates the annotations of a kernel: none but its own may stand there.
+        assert set(build.kernel.fn.__annotations__.values()) <= {"tl.constexpr"}
+        assert build.signature.keys() | build.constants.keys() == set(build.kernel.arg_names)
+        assert build.max_registers < 255
+
+
+def test_stages_follow_from_the_shared_memory_of_the_arch():
+    def stages(arch: str) -> list[int]:
+        return [build.constants.get("NUM_STAGES") for build in OPS["rms_norm"].builds(arch)]
+
+    assert stages("sm_90") != stages("sm_120")
