@@ -56,9 +56,11 @@ class OpRow:
         time_ms: device time of all calls.
         limit_ms: sum of the calls' limits.
         share: limit over time.
-        bound: memory, compute, latency, launch, communication or idle.
+        bound: memory, compute, latency, launch, L2, communication, idle, or unmodelled where
+            nothing is known of what the op must do.
         flops: operations of all calls, all pipes.
         bytes: fewest bytes of all calls.
+        remark: why there is no share, where one was expected.
     """
 
     name: str
@@ -70,6 +72,7 @@ class OpRow:
     bound: str
     flops: int
     bytes: int
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -234,8 +237,14 @@ def require_writable(path: str | Path) -> None:
 
 
 def write_aside(path: str | Path, content: str | bytes) -> None:
-    """Write text or bytes to a temporary file in the same folder and rename it into place."""
-    target = Path(path)
+    """Write text or bytes to a temporary file in the same folder and rename it into place.
+
+    A link stays a link: the file that it names is replaced. What is there and no ordinary file (a
+    device, a pipe) must not be replaced at all; it raises OSError.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} is no ordinary file")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

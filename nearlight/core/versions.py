@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import nearlight
@@ -39,6 +40,14 @@ def versions(on_gpu: bool = False) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
     }
+
+
+def peer_versions() -> dict[str, str]:
+    """Return the versions of installed peers."""
+    try:
+        return {"liger-kernel": version("liger-kernel")}
+    except PackageNotFoundError:
+        return {}
 
 
 def commit(package: Path = PACKAGE) -> str:

@@ -12,7 +12,7 @@ from nearlight.core import env
 from nearlight.core.errors import BadInput
 from nearlight.core.hardware import Gpu, detect_gpu, find_gpu
 from nearlight.core.report import Finding, Proof, Report, State, gib
-from nearlight.core.versions import versions
+from nearlight.core.versions import peer_versions, versions
 from nearlight.fixes import kernels
 from nearlight.fixes.fix import Fix, NothingToDo
 from nearlight.fixes.peers import check_peers, step_rows
@@ -136,7 +136,7 @@ def optimize_target(
         gpu=chosen.key,
         setup=setup_line(target)
         + ("" if here or gpu else f"; no GPU here: predicted for {chosen.key}"),
-        versions=versions(on_gpu=here is not None),
+        versions=versions(on_gpu=here is not None) | (peer_versions() if peers else {}),
         before=before,
         after=after,
         findings=findings,

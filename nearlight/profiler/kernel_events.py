@@ -11,6 +11,7 @@ from nearlight.profiler.lowering import plain_name
 # Ranges that `module_ranges` opens around every module's forward.
 MODULE_RANGE = "nearlight module: "
 _NODE = "autograd::engine::evaluate_function"
+_UPDATE = "Optimizer.step#"
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,13 @@ class KernelTimes:
     """Device time of a step.
 
     Attributes:
-        time_us: by (op, module).
+        time_us: by (op, module, phase), the phase as `capture.Phase`.
         num_kernels: kernels that were given to an op.
         total_us: device time of all kernels of the step.
         attributed_share: time with a named module over all kernel time.
     """
 
-    time_us: dict[tuple[str, str], float] = field(default_factory=dict)
+    time_us: dict[tuple[str, str, str], float] = field(default_factory=dict)
     num_kernels: int = 0
     total_us: float = 0.0
     attributed_share: float = 0.0
@@ -35,6 +36,14 @@ class KernelTimes:
         return max(self.total_us - sum(self.time_us.values()), 0.0)
 
 
+def same_op(name: str) -> str:
+    """Return one name for an op and its in-place variant; they do the same work.
+
+    Autograd sums gradients in place, but out of place while a dispatch mode records them.
+    """
+    return name.removesuffix("_")
+
+
 def kernel_times(events: Iterable[Any], known_ops: Collection[str]) -> KernelTimes:
     """Attribute kernels to ops and modules, backward ones through their forward op.
 
@@ -43,28 +52,33 @@ def kernel_times(events: Iterable[Any], known_ops: Collection[str]) -> KernelTim
             (with `name` and `duration` in µs), `cpu_parent` and `sequence_nr` are read.
         known_ops: names of ops as a trace has them; a kernel goes to the outermost op of its
             stack that is known, so that "aten::copy_" inside "aten::_to_copy" is the cast.
+            In-place variants of known ops are known.
     """
     events = sorted(events, key=lambda event: event.time_range.start)
     on_host = [event for event in events if not _is_on_device(event)]
     modules = _modules_by_sequence(on_host)
-    time_us: dict[tuple[str, str], float] = {}
+    known = {same_op(name) for name in known_ops}
+    # A range of the program ("Optimizer.step#AdamW.step") is shown on the device as well.
+    ranges = {event.name for event in events if getattr(event, "is_user_annotation", False)}
+    time_us: dict[tuple[str, str, str], float] = {}
     num_kernels = 0
     for event in on_host:
         durations = [
-            kernel.duration for kernel in event.kernels if not _is_annotation(kernel, event)
+            kernel.duration
+            for kernel in event.kernels
+            if kernel.name != event.name and not _is_range(kernel.name, ranges)
         ]
         if durations:
-            key = (_op_name(event, known_ops), _module(event, modules))
+            key = (_op_name(event, known), _module(event, modules), _phase(event))
             time_us[key] = time_us.get(key, 0.0) + sum(durations)
             num_kernels += len(durations)
     on_device = sum(
         event.time_range.elapsed_us()
         for event in events
-        if _is_on_device(event) and not getattr(event, "is_user_annotation", False)
-        and not event.name.startswith(MODULE_RANGE)
-    )  # fmt: skip
+        if _is_on_device(event) and not _is_range(event.name, ranges)
+    )
     total_us = max(on_device, sum(time_us.values()))
-    named = sum(us for (_, module), us in time_us.items() if module)
+    named = sum(us for (_, module, _), us in time_us.items() if module)
     return KernelTimes(time_us, num_kernels, total_us, named / total_us if total_us else 0.0)
 
 
@@ -72,9 +86,9 @@ def _is_on_device(event: Any) -> bool:
     return bool(event.device_type.name != "CPU")
 
 
-def _is_annotation(kernel: Any, event: Any) -> bool:
+def _is_range(name: str, ranges: Collection[str]) -> bool:
     """Return whether a "kernel" is the shadow that a range casts on the device's timeline."""
-    return bool(kernel.name == event.name or kernel.name.startswith(MODULE_RANGE))
+    return name in ranges or name.startswith((MODULE_RANGE, _UPDATE))
 
 
 def _ancestors(event: Any) -> Iterator[Any]:
@@ -111,7 +125,14 @@ def _module(event: Any, modules: dict[int, str]) -> str:
     return ""
 
 
-def _op_name(event: Any, known_ops: Collection[str]) -> str:
+def _phase(event: Any) -> str:
+    names = [ancestor.name for ancestor in _ancestors(event)]
+    if any(name.startswith(_NODE) for name in names):
+        return "backward"
+    return "optimizer" if any(name.startswith(_UPDATE) for name in names) else "forward"
+
+
+def _op_name(event: Any, known: Collection[str]) -> str:
     names = [plain_name(ancestor.name) for ancestor in _ancestors(event)]
-    known = [name for name in names if name in known_ops]
-    return known[-1] if known else names[0]
+    found = [name for name in names if same_op(name) in known]
+    return found[-1] if found else names[0]

@@ -13,6 +13,11 @@ from nearlight.core.report import OpRow
 # A kernel whose busier pipe works less than this waits for something else: of torch's
 # kernels on wide, dense rows the slowest, LayerNorm backward, still reaches 0.33 on an H200.
 LATENCY_BELOW_SHARE = 0.3
+# Of a row whose share would be above 1.
+BEYOND_LIMIT = (
+    "faster than its limit: the step that was timed did less here than the one that was recorded, "
+    "or found data in L2"
+)
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
@@ -27,6 +32,7 @@ class _Sum:
     flops: int = 0
     bytes: int = 0
     is_l2_resident: bool = True
+    is_modelled: bool = True
 
 
 def call_limit_s(cost: Cost, gpu: Gpu) -> float:
@@ -40,12 +46,12 @@ def fits_l2(cost: Cost, gpu: Gpu) -> bool:
 
 
 def op_rows(
-    calls: Iterable[tuple[str, str, Cost, float]], gpu: Gpu, kernel_floor_us: float
+    calls: Iterable[tuple[str, str, Cost | None, float]], gpu: Gpu, kernel_floor_us: float
 ) -> list[OpRow]:
     """Sum calls `(name, module, cost, time in s)` to rows, slowest first, each with its bound.
 
     Args:
-        calls: device times, measured or predicted.
+        calls: device times, measured or predicted; the cost None is that of an unknown op.
         gpu: whose limits count.
         kernel_floor_us: device time of a kernel that does nothing.
     """
@@ -54,6 +60,9 @@ def op_rows(
         total = sums.setdefault((name, module), _Sum())
         total.calls += 1
         total.time_s += time_s
+        if cost is None:
+            total.is_modelled = False
+            continue
         total.limit_s += call_limit_s(cost, gpu)
         total.memory_s += cost.bytes_s(gpu)
         total.compute_s += cost.flops_s(gpu)
@@ -79,23 +88,27 @@ def idle_row(idle_s: float) -> OpRow:
 
 
 def _row(name: str, module: str, total: _Sum) -> OpRow:
-    is_judged = total.limit_s > 0 and total.time_s > 0
+    is_judged = total.limit_s > 0 and total.time_s > 0 and total.is_modelled
+    is_beyond = is_judged and total.limit_s > total.time_s
     return OpRow(
         name=name,
         module=module,
         calls=total.calls,
         time_ms=total.time_s * 1e3,
         limit_ms=total.limit_s * 1e3,
-        share=total.limit_s / total.time_s if is_judged else None,
+        share=total.limit_s / total.time_s if is_judged and not is_beyond else None,
         bound=_bound(name, total),
         flops=total.flops,
         bytes=total.bytes,
+        remark=BEYOND_LIMIT if is_beyond else "",
     )
 
 
 def _bound(name: str, total: _Sum) -> str:
     if name.startswith(_COMMUNICATION):
         return "communication"
+    if not total.is_modelled:
+        return "unmodelled"
     if total.launch_s >= total.time_s / 2:
         return "launch"
     if total.is_l2_resident and total.memory_s >= total.compute_s:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from nearlight.core.hardware import Gpu, ceilings, detect_gpu
 from nearlight.core.numerics import NUM_DRAWS
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.core.report import Report, require_writable
-from nearlight.core.versions import versions
-from nearlight.workbench.bench_report import COPY, OURS, Row, peer_versions, report_of
+from nearlight.core.versions import peer_versions, versions
+from nearlight.workbench.bench_report import COPY, OURS, Row, report_of
 from nearlight.workbench.compare import Compared, settle
 from nearlight.workbench.record import PACKAGE
 from nearlight.workbench.trial import (
@@ -190,7 +190,9 @@ def _measure_case(
             rows[name]["check"] = f"wrong: {reason}" if reason else f"held to {held_to}"
             if name != OURS or not reason:
                 works[name] = Work(function, [_cloned(inputs) for inputs in sets], upstream)
-                rows[name]["extra_bytes"] = _extra_bytes(works[name], machine)
+                extra_bytes, is_in_place = _extra_bytes(works[name], machine)
+                rows[name]["extra_bytes"] = extra_bytes
+                rows[name]["check"] += "; in place" * is_in_place
         except Exception as error:  # an implementation that fails is a row, not the run's end
             works.pop(name, None)
             rows[name]["check"] = f"raised {type(error).__name__}: {str(error)[:120]}"
@@ -259,10 +261,11 @@ def _figures(name: str, timed: Mapping[str, timing.Timing], limit_us: float) -> 
         "low_us": own.low_us,
         "high_us": own.high_us,
         "method": own.method,
-        "limit_us": limit_us,
-        "share": limit_us / own.median_us,
+        "clock_mhz": own.clock_mhz,
         "of_copy": timed[COPY].median_us / own.median_us,
     }
+    if name != COPY:  # which has nothing to compute
+        row |= {"limit_us": limit_us, "share": limit_us / own.median_us}
     if name != OURS and OURS in timed:
         verdict, ratio = timing.difference(timed[OURS], own)
         row |= {"ratio": 1 / ratio, "nearlight_is": verdict}
@@ -344,10 +347,13 @@ def _copy_calls(num_bytes: int, device: str) -> list[Callable[[], Any]]:
     return [partial(torch.empty_like(source).copy_, source) for _ in range(2)]
 
 
-def _extra_bytes(work: Work, machine: Machine) -> int | None:
-    """Return the peak of device memory beyond inputs, outputs and returned gradients."""
+def _extra_bytes(work: Work, machine: Machine) -> tuple[int | None, bool]:
+    """Return the peak of device memory beyond what was given and what is returned.
+
+    And whether what is returned lies in what was given. On a CPU the peak is not known.
+    """
     if machine.device != "cuda":
-        return None
+        return None, False
     inputs = work.sets[0]
     _step(work.function, inputs, work.upstream)
     torch.cuda.synchronize()
@@ -355,8 +361,16 @@ def _extra_bytes(work: Work, machine: Machine) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     result = _compute(work.function, inputs, work.upstream)
     torch.cuda.synchronize()
-    kept = [*result.outputs, *(g for g in result.gradients.values() if g is not None)]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    # The allocator gives whole blocks.
-    kept_bytes = sum(-(-size // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK for size in sizes.values())
-    return torch.cuda.max_memory_allocated() - before - kept_bytes
+    kept_bytes, is_in_place = _kept(result, [*inputs.values(), *(work.upstream or ())])
+    return max(torch.cuda.max_memory_allocated() - before - kept_bytes, 0), is_in_place
+
+
+def _kept(result: Result, given: Iterable[Any]) -> tuple[int, bool]:
+    """Return the memory that results take, and whether some lie in tensors that were given."""
+    results = [*result.outputs, *(g for g in result.gradients.values() if g is not None)]
+    known = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in results}
+    sizes = [size for place, size in storages.items() if place not in known]
+    # The allocator gives whole blocks; what is empty has none, and all of it one address.
+    num_bytes = sum(-(-size // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK for size in sizes)
+    return num_bytes, any(size for place, size in storages.items() if place in known)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from nearlight.core import timing
@@ -44,11 +43,3 @@ def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str]) ->
         rows=rows,
         next=f"next: nearlight check {op.name}",
     )
-
-
-def peer_versions() -> dict[str, str]:
-    """Return the versions of installed peers."""
-    try:
-        return {"liger-kernel": version("liger-kernel")}
-    except PackageNotFoundError:
-        return {}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nearlight.core.errors import BadInput
+from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import detect_gpu
 from nearlight.core.op import Case, Op
 from nearlight.core.report import Proof, Report
@@ -28,6 +28,8 @@ from nearlight.workbench.trial import Refused, Rejected, Trial, launches
 
 # Steps tried to make a failing input smaller.
 MAX_SHRINK_STEPS = 16
+# A row that stands on no more cases than these names them.
+MAX_NAMED_CASES = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Row:
         property: its name.
         status: "passed", "failed" or "not applicable".
         num_trials: inputs it was tried on.
-        reason: how it is broken, why it says nothing, or what the op refuses.
+        reason: how it is broken, why it says nothing, or what the op refuses; the cases, where
+            they are few.
         reproduce: one line of Python that shows the failure again.
         seconds: how long it took.
     """
@@ -76,6 +79,7 @@ def check(
 
     Raises:
         BadInput: a property or device that does not exist.
+        MissingPart: the device is cuda and there is no GPU.
 
     Example:
         >>> from nearlight.workbench.check import check, load_op
@@ -83,8 +87,7 @@ def check(
         >>> print(report.answer)  # doctest: +SKIP
         rms_norm: 3 of 3 properties hold
     """
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise BadInput(f"device={device!r}: allowed are cpu and cuda")
+    _require_device(device)
     rows, kernels = [], set()
     for prop in _chosen(only, quick):
         with launches() as seen:
@@ -136,6 +139,7 @@ def reproduce(
         device: "cpu" or "cuda".
         **trial: further fields of `nearlight.workbench.trial.Trial`.
     """
+    _require_device(device)
     record = load_op(op) if isinstance(op, str) else op
     (prop,) = _chosen([property_name], quick=False)
     name = "x".join(str(size) for size in shape.values())
@@ -218,6 +222,17 @@ def source_of(op: Op) -> str:
     return f"{module.__file__}:{attribute}"
 
 
+def _require_device(device: str) -> None:
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise BadInput(f"device={device!r}: allowed are cpu and cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MissingPart(
+            f"device={device!r}: this machine has no GPU that torch sees; on cpu the kernels are "
+            "interpreted"
+        )
+
+
 def _chosen(only: Sequence[str] | None, quick: bool) -> list[Property]:
     known = {prop.name: prop for prop in PROPERTIES}
     unknown = [name for name in only or () if name not in known]
@@ -245,7 +260,8 @@ def _prove(prop: Property, op: Op, quick: bool, device: str) -> Row:
     except Exception as error:  # whatever an op raises here is the finding
         return row("failed", 0, f"no input could be made: {_describe(error)}")
     listed = [*op.check_cases, *(extreme.case for extreme in op.extremes)]
-    num_tried, num_redrawn, refusals = 0, 0, []
+    tried: list[Case] = []
+    num_redrawn, refusals = 0, []
     rejection = ""
     for trial in trials:
         with redrawn() as names:
@@ -256,19 +272,29 @@ def _prove(prop: Property, op: Op, quick: bool, device: str) -> Row:
             if isinstance(outcome, Refused):
                 refusals.append(rejection)
             elif trial.case in listed and not trial.layouts:
-                return row("failed", num_tried, rejection, _line(prop, op, trial, device))
+                return row("failed", len(tried), rejection, _line(prop, op, trial, device))
             continue
-        num_tried += 1
+        tried.append(trial.case)
         if outcome:
             smallest = _shrink(prop, op, trial, device)
             reason = str(_examine(prop, op, smallest, device))
-            return row("failed", num_tried, reason, _line(prop, op, smallest, device))
-    if not num_tried:
+            return row("failed", len(tried), reason, _line(prop, op, smallest, device))
+    if not tried:
         return row("failed", 0, f"no input could be made: {rejection or 'no trial'}")
     remarks = [f"refuses {'; '.join(refusals)}"] if refusals else []
     noun = "result" if num_redrawn == 1 else "results"
     remarks += [f"{num_redrawn} {noun} drawn again"] if num_redrawn else []
-    return row("passed", num_tried, "; ".join(remarks))
+    cases = list(dict.fromkeys(map(_case_text, tried)))
+    if len(cases) <= MAX_NAMED_CASES:
+        remarks.insert(0, f"on {'; '.join(cases)}")
+    return row("passed", len(tried), "; ".join(remarks))
+
+
+def _case_text(case: Case) -> str:
+    """Return "rows 3 × columns 5 in bfloat16, casting=llama"."""
+    sizes = " × ".join(f"{name} {size}" for name, size in case.shape.items())
+    options = "".join(f", {name}={value}" for name, value in case.options.items())
+    return f"{sizes} in {str(case.dtype).removeprefix('torch.')}{options}"
 
 
 def _examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected:

@@ -120,3 +120,28 @@ def test_bytes_as_text():
     assert [gib(n) for n in (0, 2**20, 2**30 - 1, 2**30, 3 * 2**29, -(2**31))] == [
         "0 MiB", "1 MiB", "1024 MiB", "1.00 GiB", "1.50 GiB", "-2.00 GiB",
     ]  # fmt: skip
+
+
+def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    link.symlink_to(real)
+    write_aside(link, "new")
+    assert link.is_symlink() and real.read_text() == "new"
+
+
+def test_a_pipe_is_never_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no ordinary file"):
+        write_aside(pipe, "text")
+    assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_report_prints_as_text_a_newcomer_can_read():
+    finding = Finding("12 norms", "12 calls", "c", "patch:rms_norm", 1.5, 10, True, "saved 2 ms")
+    report = Report("optimize", "a on h200", setup="bf16", findings=[finding], next="next: patch")
+    assert str(report).splitlines() == [
+        "a on h200", "bf16", "1. 12 norms (applied): 12 calls", "   saved 2 ms", "next: patch",
+    ]  # fmt: skip
+    assert repr(report) == "Report(optimize: a on h200)"

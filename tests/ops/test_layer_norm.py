@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -55,6 +56,50 @@ def test_default_of_gpt2(assert_right):
 def test_mixed_dtypes(assert_right, dtypes):
     x, weight = torch.randn(4, 40).to(dtypes[0]), torch.randn(40).to(dtypes[1])
     assert_right(OP, x, weight, torch.randn(40).to(dtypes[1]))
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize(("dtype", "of_weight"), list(itertools.permutations(FLOATS, 2)))
+def test_both_backends_take_every_pair_of_dtypes(dtype, of_weight):
+    torch.manual_seed(0)
+    values, upstream = [torch.randn(4, 40), torch.randn(40), torch.randn(40)], torch.randn(4, 40)
+    results = []
+    for backend in ("triton", "reference"):
+        dtypes = dtype, of_weight, dtype
+        given = [v.to(d).requires_grad_() for v, d in zip(values, dtypes, strict=True)]
+        y = layer_norm(*given, backend=backend)
+        results.append([y, *torch.autograd.grad(y, given, upstream.to(y.dtype))])
+        assert [t.dtype for t in results[-1]] == [dtype, *dtypes]
+    limit = 4 * max(torch.finfo(d).eps for d in (dtype, of_weight))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=limit, atol=4 * limit)
+
+
+@pytest.mark.parametrize("width", [8, 64, 4096, 20_000])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, 1e20), (torch.float32, 1e30), (torch.bfloat16, 1e36), (torch.float64, 1e250)],
+)
+def test_variance_that_overflows_makes_the_row_0(dtype, scale, width):
+    # PyTorch answers NaN or 0, by the width. The row before it must not notice.
+    torch.manual_seed(0)
+    x = torch.randn(2, width).to(dtype)
+    x[1] *= scale
+    x.requires_grad_()
+    weight, bias = (torch.randn(width).to(dtype).requires_grad_() for _ in range(2))
+    upstream = 100 * torch.randn(2, width).to(dtype)
+    y = triton(x, weight, bias)
+    dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), upstream)
+    assert torch.equal(y[1], bias)
+    assert (dx[1] == 0).all()
+    alone = triton(x[:1], weight, bias)
+    expected = torch.autograd.grad(alone, (x, weight), upstream[:1])
+    assert torch.equal(y[:1], alone)
+    assert torch.equal(dx[0], expected[0][0])
+    assert torch.equal(dweight, expected[1])
+    torch.testing.assert_close(dbias, upstream.sum(0))
 
 
 LAYOUTS = {

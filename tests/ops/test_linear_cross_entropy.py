@@ -305,15 +305,46 @@ def test_no_rows_without_reduction():
     assert (grad_weight == 0).all()
 
 
-def test_nan_in_an_ignored_row_leaves_loss_and_dx_of_the_others():
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nan_in_an_ignored_row_leaves_loss_and_dx_of_the_others(reduction: str, backend: str):
     given = make()
     given["labels"][2] = -100
-    clean = run(linear_cross_entropy, given, backend="triton")
+    options = {"reduction": reduction, "backend": backend, "label_smoothing": 0.1}
+    clean = run(linear_cross_entropy, given, **options)
     with torch.no_grad():
         given["x"][2] = torch.nan
-    loss, grad_x, _ = run(linear_cross_entropy, given, backend="triton")
+    loss, grad_x, _ = run(linear_cross_entropy, given, **options)
     assert loss.equal(clean[0])
     assert grad_x.equal(clean[1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["token_weight", "class_weight"])
+def test_nan_weights_of_what_does_not_count_reach_nothing(name: str, reduction: str, backend: str):
+    given = {**make(), "bias": torch.randn(15, requires_grad=True)}
+    given["labels"] = given["labels"].clamp_min(1)  # no row of class 0
+    given["labels"][2] = -100
+    weights = torch.rand(8 if name == "token_weight" else 15) + 0.1
+    options = {"reduction": reduction, "backend": backend}
+    clean = run(linear_cross_entropy, given, **options, **{name: weights})
+    weights[2 if name == "token_weight" else 0] = torch.nan
+    for one, other in zip(
+        run(linear_cross_entropy, given, **options, **{name: weights}), clean, strict=True
+    ):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_of_an_ignored_row_may_overflow(prove, reduction: str):
+    given = make(dtype=torch.float16)
+    given["labels"][2] = -100
+    with torch.no_grad():
+        given["x"][2] = 6e4
+    ours = prove(given, reduction=reduction)
+    assert (ours[1][2] == 0).all()
+    assert all(tensor.isfinite().all() for tensor in ours)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4, 12])
@@ -331,14 +362,25 @@ def test_weight_gradient_holds_for_any_number_of_chunks(prove, num_chunks: int):
     prove(given, memory_budget_bytes=budget_bytes, reduction="sum")
 
 
-def test_budget_too_small_says_the_least_that_works(prove):
-    given = make(rows=640, vocab=100, dtype=torch.bfloat16)
+@pytest.mark.parametrize("rows", [640, 1001])
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [
+        (torch.bfloat16, "mean"),
+        (torch.bfloat16, "none"),
+        (torch.float16, "sum"),
+        (torch.float32, "none"),
+    ],
+)
+def test_budget_too_small_says_the_least_that_works(prove, rows, dtype, reduction):
+    # Said by the forward, also where only the backward needs so much.
+    given, options = make(rows=rows, vocab=100, dtype=dtype), {"reduction": reduction}
     with pytest.raises(ValueError, match="allowed are") as caught:
-        triton(given, memory_budget_bytes=1000)
+        triton(given, **options, memory_budget_bytes=1000)
     least = int(str(caught.value).split("allowed are ")[1].split()[0])
-    prove(given, memory_budget_bytes=least)
+    prove(given, **options, memory_budget_bytes=least)
     with pytest.raises(ValueError, match=f"allowed are {least}"):
-        triton(given, memory_budget_bytes=least - 1)
+        triton(given, **options, memory_budget_bytes=least - 1)
 
 
 def test_fp16_keeps_what_the_loss_scale_is_for(prove):

@@ -54,6 +54,16 @@ def test_mixed_dtypes(assert_right, casting, dtypes):
     assert_right(OP, x, weight, casting=casting)
 
 
+@pytest.mark.parametrize("width", [64, 20_000])
+def test_mean_square_that_overflows_makes_the_row_0(width):
+    # PyTorch's gradient is NaN here: x · dy overflows as well.
+    x = torch.full((2, width), 1e37).requires_grad_()
+    weight = torch.randn(width, requires_grad=True)
+    y = triton(x, weight)
+    dx, dweight = torch.autograd.grad(y, (x, weight), torch.full((2, width), 100.0))
+    assert all((result == 0).all() for result in (y, dx, dweight))
+
+
 def test_llama_casting_rounds_before_the_weight():
     # The row normalises to 1 + 2⁻⁹ (rounded: 1) and its like; the weight brings the bits back.
     x = torch.randn(64, 256).bfloat16()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nearlight.profiler.kernel_events import MODULE_RANGE, kernel_times
+from nearlight.profiler.kernel_events import MODULE_RANGE, kernel_times, same_op
 
 NODE = "autograd::engine::evaluate_function: "
 KNOWN = {"aten::mm", "aten::_to_copy", "aten::copy_", "aten::scaled_dot_product_attention_backward"}
@@ -40,7 +40,7 @@ def test_forward_kernels_go_to_the_innermost_module():
     inner = module("layers.0.q_proj", outer)
     linear = Event("aten::linear", cpu_parent=inner, sequence_nr=7)
     times = kernel_times([outer, inner, linear, Event("aten::mm", 1, linear, 8, (3.0, 2.0))], KNOWN)
-    assert times.time_us == {("aten::mm", "layers.0.q_proj"): 5.0}
+    assert times.time_us == {("aten::mm", "layers.0.q_proj", "forward"): 5.0}
     assert (times.num_kernels, times.attributed_share) == (2, 1.0)
 
 
@@ -58,7 +58,7 @@ def test_backward_kernels_go_to_the_module_of_their_forward_op():
         ],
         KNOWN,
     )
-    assert times.time_us == {("aten::mm", "layers.0.q_proj"): 4.0}
+    assert times.time_us == {("aten::mm", "layers.0.q_proj", "backward"): 4.0}
 
 
 def test_the_op_that_made_the_node_wins_over_those_before_it():
@@ -70,25 +70,25 @@ def test_the_op_that_made_the_node_wins_over_those_before_it():
         node,
         Event("aten::mm", 11, node, 8, (1.0,)),
     ]
-    assert list(kernel_times(events, KNOWN).time_us) == [("aten::mm", "b")]
+    assert list(kernel_times(events, KNOWN).time_us) == [("aten::mm", "b", "backward")]
 
 
 def test_a_kernel_belongs_to_the_outermost_known_op():
     to = Event("aten::to")
     cast = Event("aten::_to_copy", cpu_parent=to)
     times = kernel_times([to, cast, Event("aten::copy_", 1, cast, -1, (2.0,))], KNOWN)
-    assert list(times.time_us) == [("aten::_to_copy", "")]
+    assert list(times.time_us) == [("aten::_to_copy", "", "forward")]
     times = kernel_times([Event("aten::copy_", 1, None, -1, (2.0,))], KNOWN)
-    assert list(times.time_us) == [("aten::copy_", "")]
+    assert list(times.time_us) == [("aten::copy_", "", "forward")]
     times = kernel_times([Event("somebody::op", 1, None, -1, (2.0,))], KNOWN)
-    assert list(times.time_us) == [("somebody::op", "")]
+    assert list(times.time_us) == [("somebody::op", "", "forward")]
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_attention_goes_by_its_plain_name(kind):
     event = Event(f"aten::_scaled_dot_product_{kind}_attention_backward", durations=(1.0,))
     times = kernel_times([event], KNOWN)
-    assert list(times.time_us) == [("aten::scaled_dot_product_attention_backward", "")]
+    assert list(times.time_us) == [("aten::scaled_dot_product_attention_backward", "", "forward")]
 
 
 def test_time_that_no_op_claims_and_time_without_a_module():
@@ -121,8 +121,37 @@ def test_ranges_shown_on_the_device_are_no_kernels():
         Event("gemm", 4, durations=(6.0,), device="CUDA"),
     ]
     times = kernel_times(events, KNOWN)
-    assert times.time_us == {("aten::mm", "m"): 6.0}
+    assert times.time_us == {("aten::mm", "m", "forward"): 6.0}
     assert times.total_us == 6.0
+
+
+def test_a_range_of_the_program_is_no_kernel_whatever_event_shows_it():
+    """The optimizer's own range reached from its start on the host to its last kernel."""
+    name = "Optimizer.step#AdamW.step"
+    update = Event(name, is_user_annotation=True)
+    mine = Event("my region", is_user_annotation=True)
+    adamw = Event("aten::_fused_adamw_", 1, update, -1, (8.6,))
+    adamw.kernels += [SimpleNamespace(name=name, duration=183.8)]
+    adamw.kernels += [SimpleNamespace(name="my region", duration=500.0)]
+    events = [
+        update,
+        mine,
+        adamw,
+        Event("my region", 2, durations=(500.0,), device="CUDA"),
+        Event(name, 2, durations=(183.8,), device="CUDA"),
+        Event("adamw kernel", 3, durations=(8.6,), device="CUDA"),
+    ]
+    times = kernel_times(events, {"aten::_fused_adamw_"})
+    assert times.time_us == {("aten::_fused_adamw_", "", "optimizer"): 8.6}
+    assert times.total_us == 8.6
+
+
+def test_an_in_place_variant_of_a_known_op_is_known():
+    outer = Event("aten::index_put_")
+    inner = Event("aten::_index_put_impl_", 1, outer, -1, (2.0,))
+    times = kernel_times([outer, inner], {"aten::index_put"})
+    assert list(times.time_us) == [("aten::index_put_", "", "forward")]
+    assert same_op("aten::add_") == same_op("aten::add") == "aten::add"
 
 
 def test_nothing_in_nothing_out():

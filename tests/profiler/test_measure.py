@@ -5,15 +5,21 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from nearlight.profiler.capture import trace
+from nearlight.core.cost import Cost
+from nearlight.profiler.attribution import Place
+from nearlight.profiler.capture import Call, trace
 from nearlight.profiler.kernel_events import MODULE_RANGE, KernelTimes, kernel_times
 from nearlight.profiler.measure import (
     Step,
+    _figures,
+    join,
+    least_disturbed,
     measured_rows,
     module_ranges,
     owners_of_peak,
     unmodelled_us,
 )
+from nearlight.profiler.predict import predict_state
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a GPU")
 
@@ -22,14 +28,20 @@ def test_measured_times_meet_the_costs_of_recorded_calls(make_target, h200):
     calls = trace(make_target()).calls
     key = ("aten::mm", "layers.0.up")
     costs = [c.cost for c in calls if (c.name, c.place.module) == key]
-    times = KernelTimes({key: 60.0, ("somebody::op", ""): 20.0}, 4, 100.0, 0.6)
+    times = KernelTimes(
+        {(*key, "forward"): 40.0, (*key, "backward"): 20.0, ("somebody::op", "", "forward"): 20.0},
+        4,
+        100.0,
+        0.6,
+    )
     rows = {row.name: row for row in measured_rows(calls, times, 0.25, h200, 4.4)}
     assert rows["aten::mm"].calls == len(costs)
     assert rows["aten::mm"].time_ms == pytest.approx(0.06)
     assert rows["aten::mm"].flops == sum(cost.total_flops for cost in costs)
     # An op without a recorded cost is listed without a judgement.
-    assert (rows["somebody::op"].limit_ms, rows["somebody::op"].share) == (0.0, None)
-    assert rows["unattributed"].time_ms == pytest.approx(0.02)
+    for name in ("somebody::op", "unattributed"):
+        assert (rows[name].limit_ms, rows[name].share) == (0.0, None)
+        assert (rows[name].bound, rows[name].time_ms) == ("unmodelled", pytest.approx(0.02))
     assert rows["idle"].time_ms == pytest.approx(0.15)
     assert sum(row.time_ms for row in rows.values()) == pytest.approx(0.25)
 
@@ -40,16 +52,16 @@ def test_time_without_a_cost_model_is_summed(make_target):
     known = next(c for c in calls if c.name == "aten::mm")
     times = KernelTimes(
         {
-            (known.name, known.place.module): 60.0,
-            (guessed.name, guessed.place.module): 20.0,
-            ("never::recorded", ""): 3.0,
+            (known.name, known.place.module, "backward"): 60.0,
+            (guessed.name, guessed.place.module, "forward"): 20.0,
+            ("never::recorded", "", "forward"): 3.0,
         }
     )
     assert unmodelled_us((*calls, guessed), times) == 23.0
 
 
 def test_a_busy_gpu_has_no_idle_row(make_target, h200):
-    times = KernelTimes({("aten::mm", ""): 100.0}, 1, 100.0, 0.0)
+    times = KernelTimes({("aten::mm", "", "backward"): 100.0}, 1, 100.0, 0.0)
     rows = measured_rows(trace(make_target()).calls, times, 0.09, h200, 4.4)
     assert [row.name for row in rows] == ["aten::mm"]
 
@@ -76,10 +88,101 @@ def test_modules_of_a_really_profiled_step(make_target):
     expected = {}
     for layer in (0, 1):
         for part in ("up", "down"):
-            expected["aten::addmm", f"layers.{layer}.{part}"] = 10.0
-            expected["aten::mm", f"layers.{layer}.{part}"] = 20.0
+            expected["aten::addmm", f"layers.{layer}.{part}", "forward"] = 10.0
+            expected["aten::mm", f"layers.{layer}.{part}", "backward"] = 20.0
     assert times.time_us == expected
     assert times.attributed_share == 1.0 and times.num_kernels == len(products)
+
+
+def test_ranges_of_a_really_profiled_step_are_told_from_ops(make_target):
+    target = make_target()
+    step = Step(target, target.make_model(), target.make_batch())
+    step.run()
+    with module_ranges(step.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step.run()
+    events = profiler.events()
+    annotated = {event.name for event in events if event.is_user_annotation}
+    assert annotated >= {"Optimizer.step#AdamW.step", MODULE_RANGE + "layers.0.norm"}
+    assert not any(name.startswith("aten::") for name in annotated)
+    (update,) = [event for event in events if event.name == "aten::_fused_adamw_"]
+    update.append_kernel("adamw", 0, 8.6)
+    update.append_kernel("Optimizer.step#AdamW.step", 0, 183.8)
+    times = kernel_times(events, {"aten::_fused_adamw_"})
+    assert times.time_us == {("aten::_fused_adamw_", "", "optimizer"): 8.6}
+
+
+def call_of(name, module, phase, num_bytes):
+    cost = Cost(bytes_read=num_bytes)
+    return Call(name, Place(module), phase, (), (), cost, True, False, False)
+
+
+def test_gradients_summed_in_place_meet_the_sums_recorded_out_of_place(h200):
+    """An RMSNorm of Llama-3.2-1B at 8 × 4096 in bf16, as an H200 ran it."""
+    stream = 8 * 4096 * 2048 * 2
+    calls = (
+        call_of("aten::add", "norm", "forward", 8 * 4096 * 8),  # variance + eps
+        call_of("aten::add", "norm", "backward", 3 * 2 * stream),  # fp32, inside the norm
+        call_of("aten::add", "norm", "backward", 3 * stream),  # the residual's gradient
+    )
+    times = KernelTimes(
+        {
+            ("aten::add", "norm", "forward"): 1.7,
+            ("aten::add_", "norm", "backward"): 276.6,
+        },
+        total_us=278.3,
+    )
+    (row,) = measured_rows(calls, times, 0.2, h200, 1.0)
+    assert (row.name, row.calls, row.bound) == ("aten::add", 3, "memory")
+    assert row.time_ms == pytest.approx(0.2783)
+    assert row.limit_ms == pytest.approx(9 * stream / 4.8e12 * 1e3)
+    assert row.share == pytest.approx(0.904, abs=1e-3) and row.remark == ""
+    assert unmodelled_us(calls, times) == 0.0
+
+
+def test_times_of_another_module_meet_the_calls_of_their_phase_that_are_left():
+    tied = call_of("aten::add", "lm_head", "backward", 2**30)
+    forward = call_of("aten::add", "layers.0", "forward", 2**20)
+    times = {
+        ("aten::add_", "embed", "backward"): 300.0,
+        ("aten::add", "layers.0", "forward"): 5.0,
+        ("aten::mul", "embed", "backward"): 7.0,
+    }
+    met = {(one.name, one.module): one for one in join((tied, forward), KernelTimes(times))}
+    assert met["aten::add", "embed"].calls == (tied,)
+    assert met["aten::add", "layers.0"].calls == (forward,)
+    assert met["aten::mul", "embed"].calls == ()  # another op
+    times["aten::add_", "embed_again", "backward"] = 100.0
+    met = {(one.name, one.module): one for one in join((tied, forward), KernelTimes(times))}
+    assert met["aten::add", ""].time_us == 400.0  # which call ran where is not known
+    # In another phase there is nothing to join.
+    other = join((tied,), KernelTimes({("aten::add", "embed", "forward"): 1.0}))
+    assert [(one.module, one.calls) for one in other] == [("embed", ())]
+
+
+@pytest.mark.parametrize(
+    ("totals_ms", "chosen_ms"),
+    [
+        ([827.6, 643.8, 646.0], 646.0),  # the first was disturbed
+        ([827.6, 643.8, 700.0], 643.8),
+        ([827.6, 900.0, 700.0], 700.0),  # all were
+        ([200.0, 520.0, 201.0], 201.0),  # the GPU waits for the host
+        ([672.0], 672.0),
+    ],
+)
+def test_the_least_disturbed_of_some_profiled_steps(totals_ms, chosen_ms):
+    taken = [KernelTimes(total_us=total * 1e3) for total in totals_ms]
+    assert least_disturbed(taken, 652.8).total_us == chosen_ms * 1e3
+
+
+def test_a_disturbed_step_says_so_in_its_source(make_target, h200):
+    traced = trace(make_target())
+    state = replace(predict_state(traced, h200), step_ms=100.0, limit_ms=50.0)
+    sources = [
+        _figures(state, 0.0, KernelTimes(total_us=total), 0.0)["kernel_ms"].source
+        for total in (102_000.0, 120_000.0)
+    ]
+    assert "disturbed" not in sources[0]
+    assert "disturbed" in sources[1] and "20% more than the step takes undisturbed" in sources[1]
 
 
 def test_ranges_are_closed_and_hooks_gone_after_an_exception():

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -147,8 +148,63 @@ def test_torchs_layer_norm_gets_its_own_fix(make_target, h200):
     finding = unfused_norm.find(
         *step_of(make_target(model, {"input": torch.zeros(8192, 4096)}), h200)
     )
-    assert finding.fix == "patch:layer_norm" and "3 × LayerNorm" in finding.title
+    assert finding.fix == "patch:layer_norm"
+    # One op each way already, so nothing is said of casts and separate kernels.
+    assert finding.title == "3 × LayerNorm below the copy ceiling"
+    assert finding.evidence.startswith("6 calls")
+    assert re.fullmatch(
+        r"torch runs one op each way, but its kernels reach \d\d% of a copy's rate", finding.cause
+    )
     assert finding.gain_bytes == 0  # it keeps only mean and rstd already
+
+
+class PlainNorm(nn.Module):
+    """An RMSNorm of plain ops, without casts."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class RMSNorm(PlainNorm):
+    pass
+
+
+def test_words_about_norms_are_true_of_them(make_target, h200):
+    batch = {"input": torch.zeros(8192, 4096)}
+    model = nn.Sequential(nn.Linear(4096, 4096), RMSNorm())
+    finding = unfused_norm.find(*step_of(make_target(model, batch), h200))
+    assert finding.title == "1 × RMSNorm in separate kernels"
+    assert finding.cause == (
+        "each square, mean and product reads and writes the whole tensor, and results between "
+        "them are kept for the backward pass"
+    )
+    finding = unfused_norm.find(*step_of(make_target(model, batch, task="prefill"), h200))
+    assert finding.cause == "each square, mean and product reads and writes the whole tensor"
+    # What torch fuses is not counted among what it does not.
+    both = nn.Sequential(nn.Linear(4096, 4096), RMSNorm(), nn.LayerNorm(4096))
+    finding = unfused_norm.find(*step_of(make_target(both, batch), h200))
+    assert finding.title == "1 × RMSNorm in separate kernels"
+
+
+def test_gradients_that_meet_at_a_fused_norm_are_not_its_own(h200):
+    finding = unfused_norm.find(*step_of(load("gpt2", batch=8, seq=1024), h200))
+    assert finding.title == "25 × LayerNorm below the copy ceiling"
+    assert finding.evidence.startswith("50 calls")  # 25 each way; 24 sums of gradients beside
+
+
+def test_an_activation_without_a_gate_is_not_told_of_one(llama, h200):
+    finding = unfused_activation.find(*step_of(load("gpt2", batch=8, seq=1024), h200))
+    assert finding.title == "12 × activation in separate kernels"
+    assert "gate" not in finding.cause and "kernels of their own" in finding.cause
+    assert "although gate and up give it back" in unfused_activation.find(*llama).cause
+
+
+def test_the_loss_casts_only_where_logits_are_no_fp32(llama, h200):
+    assert "the loss casts the logits to fp32" in materialised_logits.find(*llama).cause
+    wide = step_of(load("gpt2", batch=8, seq=1024, dtype="fp32"), h200)
+    assert materialised_logits.find(*wide).cause == (
+        "the loss writes log-softmax and two gradients of the same size"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,15 +246,27 @@ def test_what_does_not_fit_comes_first_and_says_what_would(llama_1b):
     found = rules.find(llama_1b, predict_state(llama_1b, gpu), gpu)
     assert found[0].title.startswith("does not fit: 107.44 GiB")
     assert "activations 69.22 GiB" in found[0].evidence
+    # At this peak no gradient exists yet: 2.30 GiB of parameters and twice as much for AdamW.
+    assert found[0].cause == (
+        "what grows with the batch takes 100.54 GiB at the peak, beside 6.91 GiB of parameters and "
+        "optimizer state"
+    )
     assert "a batch of about 5 fits" in found[0].next_step
 
 
 def test_a_model_too_large_for_any_batch(llama_1b, h200):
-    state = replace(
-        predict_state(llama_1b, h200), peak_bytes=200 * GIB, memory={"parameters": 200 * GIB}
-    )
+    predicted = predict_state(llama_1b, h200)
+    memory = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GIB}
+    # The largest part is activations, but a smaller batch would not help.
+    state = replace(predicted, peak_bytes=460 * GIB, memory={**memory, "activations": 300 * GIB})
     finding = does_not_fit.find(llama_1b, state, h200)
-    assert "parameters and optimizer state alone do not fit" in finding.next_step
+    owners = "parameters, gradients and optimizer state"
+    assert finding.cause == f"{owners} alone take 160.00 GiB, whatever the batch"
+    assert f"shard {owners} over several, or keep the optimizer state" in finding.next_step
+    state = replace(predicted, peak_bytes=200 * GIB, memory={"parameters": 200 * GIB})
+    finding = does_not_fit.find(llama_1b, state, h200)
+    assert finding.cause == "parameters alone take 200.00 GiB, whatever the batch"
+    assert finding.next_step == "take a larger GPU, or shard parameters over several"
 
 
 def test_unfused_optimizers_are_found(make_target, h200):
@@ -219,7 +287,7 @@ def test_checkpointing_costs_time_and_gives_memory(llama):
 def test_residual_additions(llama):
     finding = residual_add.find(*llama)
     assert "32 residual additions" in finding.title
-    assert "64 calls" in finding.evidence  # and as many sums of gradients
+    assert "64 calls" in finding.evidence and "32 of them sum gradients" in finding.evidence
     assert finding.fix == "" and "no fix of nearlight takes this" in finding.next_step
 
 
@@ -270,6 +338,7 @@ def test_kernels_that_are_mostly_launch(llama, make_target, h200):
     finding = small_kernels.find(*step_of(make_target(TinyBesideLarge(), batch), h200))
     num_kernels = int(finding.title.split()[0])
     assert num_kernels >= 50
+    assert finding.evidence.startswith(f"{num_kernels} kernels of ")
     assert finding.gain_ms == pytest.approx(num_kernels * ceilings(h200).kernel_floor_us / 1e3)
     assert "a fix of nearlight stays a kernel of its own" in finding.next_step
     assert small_kernels.find(*llama) is None  # every kernel there is longer than its launch
@@ -301,5 +370,9 @@ def test_measured_times_replace_predicted_ones(llama):
     slower = replace(state, mode="measured", step_ms=2 * state.step_ms, ops=rows)
     once, twice = Evidence(trace, state, gpu), Evidence(trace, slower, gpu)
     assert twice.time_ms(trace.calls) == pytest.approx(2 * once.time_ms(trace.calls))
+    # Summed in place on a GPU, and one row with the additions of the same module.
+    in_place = [replace(r, name="aten::add_") if r.name == "aten::add" else r for r in rows]
+    thrice = Evidence(trace, replace(slower, ops=in_place), gpu)
+    assert thrice.time_ms(trace.calls) == pytest.approx(2 * once.time_ms(trace.calls))
     without_rows = Evidence(trace, replace(state, ops=()), gpu)
     assert without_rows.time_ms(trace.calls) == pytest.approx(once.time_ms(trace.calls))

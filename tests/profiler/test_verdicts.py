@@ -22,6 +22,8 @@ def row(gpu, cost, time_s, name="aten::op", calls=1):
         ("aten::add", Cost(bytes_read=2**24), 12, "L2"),
         ("c10d::allreduce_", Cost(bytes_read=GIB), 300, "communication"),
         ("nccl_all_reduce", Cost(), 300, "communication"),
+        ("somebody::op", None, 300, "unmodelled"),
+        ("somebody::op", None, 2, "unmodelled"),
     ],
 )
 def test_bounds(h200, name, cost, time_us, bound):
@@ -34,6 +36,23 @@ def test_a_row_sums_its_calls(h200):
     assert made.time_ms == pytest.approx(3.0)
     assert made.limit_ms == pytest.approx(3 * 3 * GIB / 4.8e12 * 1e3)
     assert made.share == pytest.approx(made.limit_ms / made.time_ms)
+
+
+def test_a_row_faster_than_its_limit_has_a_remark_and_no_share(h200):
+    cost = Cost(bytes_read=GIB)
+    limit_s = GIB / 4.8e12
+    made = row(h200, cost, limit_s / 1.001)
+    assert made.share is None and made.remark == verdicts.BEYOND_LIMIT
+    assert made.limit_ms == pytest.approx(limit_s * 1e3)
+    made = row(h200, cost, limit_s * 1.001)
+    assert made.share == pytest.approx(1 / 1.001) and made.remark == ""
+
+
+def test_time_without_a_cost_spoils_the_share_of_its_row(h200):
+    calls = [("a", "", Cost(bytes_read=GIB), 1e-3), ("a", "", None, 1e-3)]
+    (made,) = verdicts.op_rows(calls, h200, FLOOR_US)
+    assert (made.share, made.bound, made.calls) == (None, "unmodelled", 2)
+    assert made.time_ms == 2.0
 
 
 def test_what_fits_l2_is_not_judged_by_bytes(h200):

@@ -14,6 +14,7 @@ from nearlight.core.hardware import find_gpu
 from nearlight.core.op import Case, Op
 from nearlight.workbench import bench as bench_module
 from nearlight.workbench.bench import Machine, bench, measure
+from nearlight.workbench.trial import Result
 
 H200 = find_gpu("h200")
 MACHINE = Machine("cpu", H200)
@@ -73,6 +74,10 @@ def test_rows_hold_time_share_ratios_and_the_copy():
     assert ours["limit_us"] == pytest.approx(limit_us)
     assert ours["share"] == pytest.approx(limit_us / ours["time_us"])
     assert ours["of_copy"] == pytest.approx(found["copy"]["time_us"] / ours["time_us"])
+    # A copy computes nothing, so that no limit of the op is its own.
+    assert found["copy"].keys().isdisjoint({"limit_us", "share"})
+    assert found["copy"]["of_copy"] == 1.0 and found["copy"]["ratio"] > 0
+    assert all(row["clock_mhz"] is None for row in found.values())  # unknown on a CPU
     assert plain["ratio"] > 0
     assert plain["nearlight_is"] in ("faster", "slower", "no difference")
     assert ours["check"] == "held to float64 reference"
@@ -160,6 +165,26 @@ def test_a_flushed_time_below_the_limit_is_refused():
     assert "below the limit of 10.0 µs" in refused["check"]
     times["nearlight"] = timed(5.0, "graph")  # replayed from a warm L2
     assert bench_module._figures("nearlight", times, limit_us=10.0)["share"] == 2.0
+    times["nearlight"] = dataclasses.replace(times["nearlight"], clock_mhz=(1980, 1965))
+    assert bench_module._figures("nearlight", times, 10.0)["clock_mhz"] == (1980, 1965)
+
+
+def test_memory_that_was_given_is_not_taken_off_what_a_peer_needs():
+    """Liger's backwards write dx over the upstream gradient or over an input."""
+    x, above = torch.zeros(100, 10), torch.zeros(100, 10)
+    out, empty = torch.zeros(100, 10), torch.zeros(0)
+    given = [x, above, 1e-6, empty]
+    assert bench_module._kept(Result([out], {"x": out[:50]}), given) == (4096, False)
+    assert bench_module._kept(Result([out], {"x": above.view(-1)}), given) == (4096, True)
+    assert bench_module._kept(Result([x], {"x": None}), given) == (0, True)
+    assert bench_module._kept(Result([torch.zeros(0)], {}), given) == (0, False)
+
+
+def test_a_row_in_place_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_module, "_extra_bytes", lambda work, machine: (0, True))
+    rows = by_name(measure(op_with(), MACHINE, directions=["forward"]))
+    assert rows["torch"]["check"] == "held to float64 reference; in place"
+    assert rows["torch"]["extra_bytes"] == 0
 
 
 def test_extra_bytes_above_the_declared_are_said():

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from nearlight.core.errors import MissingPart
 from nearlight.core.op import Case
 from nearlight.core.versions import versions
-from nearlight.workbench.check import check, load_op, reproduce
+from nearlight.workbench.check import _prove, check, load_op, reproduce
 from nearlight.workbench.properties import PROPERTIES
+from nearlight.workbench.property import Property
+from nearlight.workbench.trial import Trial
 
 TWINS = Path(__file__).with_name("twins.py")
 
@@ -93,6 +96,34 @@ def test_bad_input_is_refused_with_what_is_allowed(tmp_path: Path):
         load_op(str(empty))
     with pytest.raises(ValueError, match="it has .*OP, "):
         load_op(f"{TWINS}:ABSENT")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_a_missing_part():
+    with pytest.raises(MissingPart, match=r"device='cuda': this machine has no GPU"):
+        check(twin(""), device="cuda")
+    with pytest.raises(MissingPart, match=r"device='cuda:1'"):
+        reproduce(str(TWINS), "values", {"rows": 3, "columns": 5}, torch.float32, device="cuda:1")
+
+
+def test_a_row_on_few_cases_names_them():
+    op = twin("")
+    cases = [
+        Case("long", {"rows": 3, "columns": 5}, torch.bfloat16, {"casting": "llama"}),
+        Case("wide", {"rows": 1, "columns": 70}, torch.float32),
+    ]
+
+    def row_of(cases):
+        found = Property(4, "size", "", lambda *_: map(Trial, cases), lambda *_: "")
+        return _prove(found, op, False, "cpu")
+
+    row = row_of([*cases, cases[0]])
+    assert row.reason == (
+        "on rows 3 × columns 5 in bfloat16, casting=llama; rows 1 × columns 70 in float32"
+    )
+    assert row.num_trials == 3
+    many = [Case("", {"rows": n, "columns": 2}, torch.float32) for n in range(1, 6)]
+    assert row_of(many).reason == ""
 
 
 def test_a_report_can_be_written_as_json(tmp_path: Path):

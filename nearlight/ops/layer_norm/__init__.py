@@ -6,8 +6,8 @@ Legend: N = width of a row (last dimension), rows = everything before it.
 Source: Ba, Kiros & Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
 Limits: N ≤ 262,144; sums in fp32 (fp64 for fp64 inputs), the variance from differences to the
 mean (wide rows: Welford), so right where the mean is large; a row whose variance overflows the
-sums' dtype (values past 1e19 in fp32) normalises to 0 with zero gradients; gradients without
-atomics, so equal in every run; no gradient of the gradient.
+sums' dtype (values past 1e19 in fp32) becomes 0 with zero gradients, NaN where its sum
+overflows, too; gradients without atomics, so equal in every run; no gradient of the gradient.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def reference(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """Compute LayerNorm in plain PyTorch; dtypes that differ meet in the accumulator's."""
-    dtype, given = _output_dtype(x), [x, weight, bias]
-    if any(t is not None and t.dtype != x.dtype for t in given):  # torch takes few such pairs
-        given = [None if t is None else t.to(accumulator(x.dtype)) for t in given]
-    wide, *parameters = given
-    return F.layer_norm(wide, x.shape[-1:], *parameters, eps).to(dtype)
+    dtype, wide = _output_dtype(x), accumulator(x.dtype)
+    if any(p is not None and p.dtype != x.dtype for p in (weight, bias)):  # torch takes few pairs
+        weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+        x = x.to(wide)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
 
 def _output_dtype(x: torch.Tensor) -> torch.dtype:

@@ -4,7 +4,9 @@ Two ways keep the sum of a half-precision weight gradient within the tolerance r
 
 * up to MAX_ROUNDED_SUMS chunks are summed by the matrix product itself, into the gradient. Each
   sum rounds once, by half a unit in the last place at most: four of them fill the two units that
-  the rule allows every op, and cost no memory and no time;
+  the rule allows every op, and cost no memory and no time (not below fp16's smallest normal
+  number, 6e-5, where plain PyTorch's one rounding is half a unit, too: the loss scale keeps
+  gradients above);
 * more chunks are summed in 24 bits: the gradient holds the upper 16 and a buffer of one byte per
   weight the lower 8. A sum then errs by 1/512 of a unit, so that a thousand chunks stay within
   two. That takes a pass over the gradient per chunk (about 1 ms per GB of weights on an H200).

@@ -64,6 +64,9 @@ def remarks(state: State) -> list[str]:
             lines.append(
                 f"{unmodelled.value:.2f} ms, {share:.1%} of the step, are ops without a cost model"
             )
+    if beyond := [row for row in state.ops if row.remark]:
+        time_ms = sum(row.time_ms for row in beyond)
+        lines.append(f"{len(beyond)} rows, {time_ms:.2f} ms, have no share: {beyond[0].remark}")
     if (kernels := state.figures.get("kernel_ms")) is not None:
         beyond_ms = kernels.value - state.step_ms
         if beyond_ms > WORTH_A_REMARK * state.step_ms:

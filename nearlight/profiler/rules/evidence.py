@@ -12,6 +12,7 @@ from nearlight.core.cost import Cost
 from nearlight.core.hardware import Gpu, ceilings
 from nearlight.core.report import Finding, State, gib
 from nearlight.profiler.capture import Call, TensorMeta, Trace
+from nearlight.profiler.kernel_events import same_op
 from nearlight.profiler.memory import Storage
 from nearlight.profiler.predict import predict_call_s
 
@@ -33,15 +34,18 @@ class Evidence:
         """Time of each call, by identity: its row's time, split by predicted time."""
         reached = ceilings(self.gpu)
         predicted = [predict_call_s(call, reached, self.gpu) * 1e3 for call in self.trace.calls]
-        rows = {(row.name, row.module): row.time_ms for row in self.state.ops}
+        rows: dict[tuple[str, str], float] = {}
+        for row in self.state.ops:
+            key = (same_op(row.name), row.module)
+            rows[key] = rows.get(key, 0.0) + row.time_ms
         sums: dict[tuple[str, str], float] = {}
         for call, time_ms in zip(self.trace.calls, predicted, strict=True):
-            key = (call.name, call.place.module)
+            key = (same_op(call.name), call.place.module)
             sums[key] = sums.get(key, 0.0) + time_ms
         return {
             id(call): time_ms * rows.get(key, sums[key]) / sums[key] if sums[key] else 0.0
             for call, time_ms in zip(self.trace.calls, predicted, strict=True)
-            for key in [(call.name, call.place.module)]
+            for key in [(same_op(call.name), call.place.module)]
         }
 
     def calls(self, matches: Callable[[Call], bool]) -> list[Call]:

@@ -43,12 +43,20 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
         title=f"logits of {rows} × {vocab} are materialised",
         evidence=f"{describe_calls(calls, time_ms)}, {evidence.share(time_ms)}; "
         f"{gib(alive)} of the {gib(state.peak_bytes)} peak are logits, their softmax and gradients",
-        cause="the loss casts the logits to fp32, and writes log-softmax and two gradients of the "
-        "same size",
+        cause=_cause(calls),
         fix="patch:linear_cross_entropy",
         # One read of the logits and one write of their gradient, chunk by chunk.
         gain_ms=evidence.gain_ms(calls, evidence.stream_ms(2 * logits_bytes, 1), 1),
         gain_bytes=max(saved - min(CHUNK_BYTES, logits_bytes), 0),
+    )
+
+
+def _cause(calls: list[Call]) -> str:
+    casts = any(call.name == "aten::_to_copy" and call.phase == "forward" for call in calls)
+    is_training = any(call.phase == "backward" for call in calls)
+    return (
+        f"the loss {'casts the logits to fp32, and ' * casts}writes log-softmax"
+        f"{' and two gradients of the same size' * is_training}"
     )
 
 

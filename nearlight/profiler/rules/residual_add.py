@@ -32,9 +32,10 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
     time_ms = evidence.time_ms(calls)
     # Fused, an addition still writes the sum but the norm no longer reads it, and back alike.
     kept = sum(call.cost.bytes - largest_bytes(call.outputs) for call in calls)
+    sums_too = f"; {len(backward)} of them sum gradients" if backward else ""
     return evidence.finding(
         title=f"{len(forward)} residual additions run alone",
-        evidence=f"{describe_calls(calls, time_ms)}, {evidence.share(time_ms)}",
+        evidence=f"{describe_calls(calls, time_ms)}, {evidence.share(time_ms)}{sums_too}",
         cause="the sum is written and at once read again by the norm that follows",
         fix="",
         gain_ms=evidence.gain_ms(calls, evidence.stream_ms(kept, len(calls)), len(calls)),

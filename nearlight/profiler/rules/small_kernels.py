@@ -20,8 +20,8 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
     launches_ms = min(kernels * floor_ms, evidence.time_ms(short))
     return evidence.finding(
         title=f"{kernels} kernels are mostly launch",
-        evidence=f"{len(short)} calls take {evidence.time_ms(short):.2f} ms, {launches_ms:.2f} ms "
-        f"of it for starting kernels ({evidence.share(launches_ms)})",
+        evidence=f"{kernels} kernels of {len(short)} calls take {evidence.time_ms(short):.2f} ms, "
+        f"{launches_ms:.2f} ms of it for starting kernels ({evidence.share(launches_ms)})",
         cause="each op is a kernel of its own over little data",
         fix="",
         gain_ms=launches_ms,

@@ -1,4 +1,4 @@
-"""A gated activation as separate kernels: act(gate), then × up, and five passes back."""
+"""An activation as separate kernels; where gated: act(gate), then × up, and five passes back."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
     if not any(call.name.startswith(_ACTIVATIONS) for call in forward):
         return None
     is_silu = any(call.name.startswith("aten::silu") for call in forward)
-    is_gated = any(
-        call.name == "aten::mul" and _is_mlp(call.place.module_class) for call in forward
-    )
+    is_gated = any(_is_gate(call) for call in forward)
     blocks = [call for call in forward if call.name.startswith(_ACTIVATIONS)]
     if len(forward) == len(blocks):
         return None  # one kernel per block already
@@ -45,8 +43,7 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
     return evidence.finding(
         title=f"{len(blocks)} × {name} in separate kernels",
         evidence=f"{describe_calls(calls, time_ms)}, {evidence.share(time_ms)}",
-        cause="the activation is written, read again for the next product, and kept for the "
-        "backward pass although gate and up give it back",
+        cause=_cause(is_gated, is_training),
         fix="patch:swiglu" if has_fix else "",
         gain_ms=evidence.gain_ms(calls, fused_ms, fused_kernels),
         gain_bytes=evidence.saved_bytes(_vanishes),
@@ -54,6 +51,21 @@ def find(trace: Trace, state: State, gpu: Gpu) -> Finding | None:
         if has_fix
         else "torch.compile fuses the activation; nearlight has no kernel for this one",
     )
+
+
+def _cause(is_gated: bool, is_training: bool) -> str:
+    if not is_gated:
+        kept = ", and several are kept for the backward pass" if is_training else ""
+        return f"its steps are kernels of their own: each result is written and read again{kept}"
+    kept = ", and kept for the backward pass although gate and up give it back"
+    return "the activation is written and read again for the next product" + kept * is_training
+
+
+def _is_gate(call: Call) -> bool:
+    """Return whether a call multiplies two tensors of one shape in a feed-forward block."""
+    shapes = [meta.shape for meta in call.inputs]
+    is_product = call.name == "aten::mul" and len(shapes) == 2 and shapes[0] == shapes[1]
+    return is_product and _is_mlp(call.place.module_class)
 
 
 def _belongs(call: Call) -> bool:

@@ -36,6 +36,9 @@ def test_row_weights_divide_by_what_counts():
     torch.testing.assert_close(weights[[0, 1, 3]], torch.tensor([2.0, 1.0, 0.0]) / 5)
     items = row_weights(labels, torch.float32, -100, None, None, torch.tensor(8), "sum")
     torch.testing.assert_close(items, torch.full((4,), 1 / 8))
+    class_weight[0] = torch.nan  # of no row that counts
+    weights = row_weights(labels[1:], torch.float32, -100, class_weight, None, None, "mean")
+    torch.testing.assert_close(weights, torch.full((3,), 1 / 6))
     for labels in (torch.full((3,), -100), torch.empty(0, dtype=torch.int64)):
         weights = row_weights(labels, torch.float32, -100, None, None, None, "mean")
         assert (weights == 0).all()

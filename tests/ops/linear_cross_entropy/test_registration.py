@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from nearlight.core.cost import formula_for
 from nearlight.ops.linear_cross_entropy import linear_cross_entropy, registration
@@ -103,6 +104,18 @@ def test_backward_twice_gives_the_same(reduction: str):
         assert again.equal(same)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_checkpoint_gives_the_same(reduction: str):
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, labels, reduction=reduction, backend="triton").sum()
+
+    x, weight, labels = inputs()
+    plain = torch.autograd.grad(loss(x, weight), (x, weight))
+    checkpointed = checkpoint(loss, x, weight, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(checkpointed, (x, weight)), plain, strict=True):
+        assert one.equal(other)
 
 
 def test_gradients_are_handed_over_not_copied(monkeypatch: pytest.MonkeyPatch):
