@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -55,5 +56,10 @@ def test_an_installed_wheel_prints_its_version_without_torch(wheel, tmp_path):
     assert Path(file).is_relative_to(tmp_path)
     assert (has_torch, has_triton) == ("False", "False")
     assert float(seconds) < 0.3
-    version = run(str(tmp_path / "venv" / "bin" / "nearlight"), "--version", cwd=tmp_path)
-    assert version.startswith("nearlight 0.")
+    command = [str(tmp_path / "venv" / "bin" / "nearlight"), "--version"]
+    times = []
+    for _ in range(5):  # the first writes bytecode; other tests run beside this one
+        start = time.perf_counter()
+        assert run(*command, cwd=tmp_path).startswith("nearlight 0.")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3

@@ -92,8 +92,11 @@ def _liger() -> Callable[..., torch.Tensor]:
 
 
 def _builds(arch: str) -> Sequence[KernelBuild]:
-    if arch == "sm_75":  # its tensor cores are fp16 only, and the products are the op
-        return ()
+    if arch == "sm_75":
+        raise ValueError(
+            "linear_cross_entropy is matrix products around a loss kernel, in bf16, which sm_75 "
+            "does not have: take sm_80 or later"
+        )
     with described_launches(gpu_of_arch(arch)) as loss_builds, torch.device("meta"):
         row = torch.empty(8192), torch.empty(8192, dtype=torch.int64)
         for vocab in (32000, 128256):
