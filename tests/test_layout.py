@@ -139,3 +139,12 @@ def test_no_silenced_lint_without_a_reason():
         if bare.search(line)
     ]
     assert not found
+
+
+def test_every_changelog_fragment_is_one_that_the_changelog_takes():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    kinds = {kind["directory"] for kind in settings["type"]}
+    # "+" stands for news that has no number to refer to.
+    shape = re.compile(rf"\+[a-z-]+\.({'|'.join(kinds)})\.md")
+    names = [path.name for path in (ROOT / settings["directory"]).iterdir()]
+    assert names and all(shape.fullmatch(name) for name in names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from nearlight.core import env
 from nearlight.core.errors import BadInput
 from nearlight.core.hardware import Gpu, detect_gpu, find_gpu
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Finding, Proof, Report, State, gib
 from nearlight.core.versions import peer_versions, versions
 from nearlight.fixes import kernels
@@ -26,12 +27,6 @@ from nearlight.profiler.target import LossFunction, Target
 DEFAULT_GPU = "h200"
 FIXES: dict[str, Fix] = {fix.name: fix for fix in kernels.FIXES}
 
-Progress = Callable[[str], None]
-
-
-def _silent(message: str) -> None:
-    pass
-
 
 def optimize(
     model: nn.Module | str,
@@ -41,7 +36,7 @@ def optimize(
     loss_fn: LossFunction | None = None,
     gpu: str | None = None,
     keep: bool = False,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Report:
     """Bring a model to the limit of its GPU, one proved fix at a time.
 
@@ -88,7 +83,7 @@ def optimize_target(
     gpu: str | None = None,
     *,
     peers: Sequence[str] = (),
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Report:
     """Run the main job on a loaded target.
 

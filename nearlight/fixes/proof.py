@@ -7,7 +7,7 @@ unpatched: a fault in how a fix is wired cannot hide in it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from nearlight.core import backend
 from nearlight.core.float64 import KeepFloat64, float64_copy
 from nearlight.core.numerics import Judgement
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Proof
 from nearlight.fixes.fix import Fix
 from nearlight.fixes.program import applied
@@ -42,15 +43,9 @@ LARGEST_WHOLE = 3_000_000_000
 # the proof, two sets of gradients, and the truth with its gradients.
 WHOLE_BYTES_PER_PARAMETER = 4 + 2 * 4 + 2 * 8
 
-Progress = Callable[[str], None]
-
-
-def _silent(message: str) -> None:
-    pass
-
 
 def prove(
-    target: Target, fixes: Sequence[Fix], device: str = "cpu", progress: Progress = _silent
+    target: Target, fixes: Sequence[Fix], device: str = "cpu", progress: Progress = silent
 ) -> Proof:
     """Prove that `fixes` keep a model's loss, logits and gradients (inference: its output).
 

@@ -23,6 +23,7 @@ from torch import nn
 from nearlight.core import backend
 from nearlight.core.float64 import KeepFloat64, float64_copy
 from nearlight.core.numerics import NUM_DRAWS, Judgement
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Proof
 from nearlight.fixes import proof_runs
 from nearlight.fixes.fix import Fix, NothingToDo
@@ -39,8 +40,6 @@ from nearlight.fixes.proof_runs import (
     worst_first,
 )
 from nearlight.profiler.target import Batch, Target
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def prove_by_layer(
     fixes: Sequence[Fix],
     batch: Batch,
     device: str = "cpu",
-    progress: Progress = lambda message: None,
+    progress: Progress = silent,
 ) -> Proof:
     """Prove fixes on one layer of a model at a time.
 

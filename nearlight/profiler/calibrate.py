@@ -14,6 +14,7 @@ from nearlight.core import ceilings, timing
 from nearlight.core.ceilings import AttentionPoint, Ceilings, Point
 from nearlight.core.errors import MissingPart
 from nearlight.core.hardware import Gpu, detect_gpu
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report, require_writable, write_aside
 from nearlight.core.versions import versions
 
@@ -30,11 +31,10 @@ ATTENTION_TOKENS = 16384
 REPEATS = 10
 FLOOR_LAUNCHES = 200
 
-Progress = Callable[[str], None]
 Call = Callable[[], Any]
 
 
-def calibrate(into_repo: bool = False, progress: Progress = lambda message: None) -> Report:
+def calibrate(into_repo: bool = False, progress: Progress = silent) -> Report:
     """Measure the ceilings of this machine's GPU and store them; takes about a minute.
 
     Args:
@@ -67,7 +67,7 @@ def calibrate(into_repo: bool = False, progress: Progress = lambda message: None
     )
 
 
-def measure(gpu: Gpu, progress: Progress = lambda message: None) -> Ceilings:
+def measure(gpu: Gpu, progress: Progress = silent) -> Ceilings:
     """Measure the current GPU and return its ceilings."""
     progress("launches")
     floor_us = _kernel_floor_us()

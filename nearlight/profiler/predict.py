@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from nearlight.core.ceilings import Ceilings
 from nearlight.core.errors import BadInput
 from nearlight.core.hardware import Gpu, ceilings, find_gpu
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Figure, Report, State
 from nearlight.core.versions import versions
 from nearlight.profiler import verdicts
@@ -162,9 +163,7 @@ def predict(
     return predict_target(from_model(model, batch, task), gpus)
 
 
-def predict_target(
-    target: Target, gpus: Sequence[Gpu], progress: Callable[[str], None] = lambda text: None
-) -> Report:
+def predict_target(target: Target, gpus: Sequence[Gpu], progress: Progress = silent) -> Report:
     """Predict a target on one or several GPUs; the report's `before` is the first one's.
 
     Args:

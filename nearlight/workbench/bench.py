@@ -15,6 +15,7 @@ from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import Gpu, ceilings, detect_gpu
 from nearlight.core.numerics import NUM_DRAWS
 from nearlight.core.op import Case, Inputs, Op
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report, require_writable
 from nearlight.core.versions import peer_versions, versions
 from nearlight.workbench.bench_report import COPY, OURS, Row, report_of
@@ -45,8 +46,6 @@ ALLOCATOR_BLOCK = 512
 NUM_SETS = 3
 MIN_REPEATS = 20
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -76,7 +75,7 @@ def bench(
     directions: Sequence[str] = DIRECTIONS,
     *,
     into_repo: bool = False,
-    progress: Progress = lambda message: None,
+    progress: Progress = silent,
 ) -> Report:
     """Time an op against plain PyTorch, torch.compile, liger-kernel and others, interleaved.
 
@@ -127,7 +126,7 @@ def measure(
     peers: Sequence[str] = (),
     cases: Sequence[Case] | None = None,
     directions: Sequence[str] = DIRECTIONS,
-    progress: Progress = lambda message: None,
+    progress: Progress = silent,
 ) -> list[Row]:
     """Return the rows of `bench` for a machine; arguments as there."""
     unknown = [name for name in directions if name not in DIRECTIONS]

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import torch
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import detect_gpu
 from nearlight.core.op import Case, Op
+from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Proof, Report
 from nearlight.core.versions import versions
 from nearlight.workbench.compare import redrawn
@@ -61,7 +62,7 @@ def check(
     quick: bool = False,
     device: str = "cpu",
     only: Sequence[str] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> Report:
     """Prove an op: run its kernels on many inputs against its reference in fp64.
 
@@ -94,8 +95,7 @@ def check(
             row = _prove(prop, op, quick, device)
         kernels |= {name for name, _ in seen}
         rows.append(row)
-        if progress is not None:
-            progress(f"{op.name} {row.property}: {row.status} ({row.seconds:.1f} s)")
+        progress(f"{op.name} {row.property}: {row.status} ({row.seconds:.1f} s)")
     gpu = None if device == "cpu" else detect_gpu()
     failed = [row for row in rows if row.status == "failed"]
     judged = [row for row in rows if row.status != "not applicable"]

@@ -205,7 +205,8 @@ def test_dropout_keeps_attention_one_op(make_target):
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("family", ["ViT", "ResNet"])
 def test_vision_models_in_fp32_and_autocast(make_target, family, precision):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     if family == "ViT":
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
         config = transformers.ViTConfig(num_hidden_layers=2, image_size=32, patch_size=8, **sizes)

@@ -43,7 +43,6 @@ def test_a_function_owns_its_sizes():
 
 
 def test_presets_are_found_in_any_case():
-    pytest.importorskip("transformers")
     target = load("LLaMA-3.2-1B", batch=3, seq=32)
     assert target.name == "llama-3.2-1b" and "llama-3.2-1b" in PRESETS
     assert "batch 3 × 32, bf16, SDPA attention, task train" in target.setup

@@ -1,10 +1,9 @@
-import pytest
 import torch
+from transformers import masking_utils as masking
 
 from nearlight.profiler.capture import trace
 from nearlight.profiler.target import from_model
 
-masking = pytest.importorskip("transformers.masking_utils")
 ATTENTION = "aten::scaled_dot_product_attention"
 
 

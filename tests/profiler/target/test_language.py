@@ -3,13 +3,12 @@ import json
 
 import pytest
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import GPUS
 from nearlight.profiler.target import language, load
-
-transformers = pytest.importorskip("transformers")
 
 TINY = {
     "vocab_size": 97,

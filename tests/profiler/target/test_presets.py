@@ -1,9 +1,8 @@
 import pytest
 import torch
+import transformers
 
 from nearlight.profiler.target.presets import PRESETS
-
-transformers = pytest.importorskip("transformers")
 
 
 def test_the_promised_presets_are_there():

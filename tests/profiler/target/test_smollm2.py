@@ -8,8 +8,6 @@ import torch
 from nearlight.core.errors import MissingPart
 from nearlight.profiler.target import load, smollm2
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
@@ -68,13 +66,6 @@ def test_a_conversion_that_fails_leaves_nothing(monkeypatch, cache):
 
 @pytest.mark.slow
 def test_the_real_model_answers():
-    smollm2_missing = None
-    try:
-        smollm2.find_gguf()
-    except MissingPart as error:
-        smollm2_missing = str(error)
-    if smollm2_missing:
-        pytest.skip(smollm2_missing)
     target = load("smollm2-135m", batch=1, seq=16, dtype="fp32")
     assert target.is_real and "Q4_1, dequantized" in target.setup
     model = target.make_model().eval()

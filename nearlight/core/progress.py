@@ -1,0 +1,11 @@
+"""How long work tells what it is at: one line a step, drawn by whoever called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str], None]
+
+
+def silent(message: str) -> None:
+    """Tell nobody; the default of everything that takes a `Progress`."""
