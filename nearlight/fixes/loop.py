@@ -136,7 +136,7 @@ def optimize_target(
         after=after,
         findings=findings,
         proof=proof,
-        rows=step_rows(target, peers, before, after) if peers else (),
+        rows=step_rows(target, peers, kept, before) if peers else (),
         next=_next(target, kept, proof),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,10 @@ from nearlight.profiler.lowering import plain_name
 MODULE_RANGE = "nearlight module: "
 _NODE = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step#"
+# Calls of the CUDA runtime and driver, "cudaLaunchKernel" or "cuLaunchKernelEx". Torch finds an
+# event's kernels by its number, but numbers these calls by CUPTI and ops by itself: where the two
+# series meet, a call shows the kernels of some op a second time.
+_API_CALL = re.compile(r"cu(da)?[A-Z]\w*")
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,14 @@ class KernelTimes:
         num_kernels: kernels that were given to an op.
         total_us: device time of all kernels of the step.
         attributed_share: time with a named module over all kernel time.
+        num_on_device: kernels that ran.
     """
 
     time_us: dict[tuple[str, str, str], float] = field(default_factory=dict)
     num_kernels: int = 0
     total_us: float = 0.0
     attributed_share: float = 0.0
+    num_on_device: int = 0
 
     @property
     def unattributed_us(self) -> float:
@@ -63,6 +70,8 @@ def kernel_times(events: Iterable[Any], known_ops: Collection[str]) -> KernelTim
     time_us: dict[tuple[str, str, str], float] = {}
     num_kernels = 0
     for event in on_host:
+        if _API_CALL.fullmatch(event.name):
+            continue
         durations = [
             kernel.duration
             for kernel in event.kernels
@@ -72,14 +81,15 @@ def kernel_times(events: Iterable[Any], known_ops: Collection[str]) -> KernelTim
             key = (_op_name(event, known), _module(event, modules), _phase(event))
             time_us[key] = time_us.get(key, 0.0) + sum(durations)
             num_kernels += len(durations)
-    on_device = sum(
+    on_device = [
         event.time_range.elapsed_us()
         for event in events
         if _is_on_device(event) and not _is_range(event.name, ranges)
-    )
-    total_us = max(on_device, sum(time_us.values()))
+    ]
+    total_us = max(sum(on_device), sum(time_us.values()))
     named = sum(us for (_, module, _), us in time_us.items() if module)
-    return KernelTimes(time_us, num_kernels, total_us, named / total_us if total_us else 0.0)
+    share = named / total_us if total_us else 0.0
+    return KernelTimes(time_us, num_kernels, total_us, share, len(on_device))
 
 
 def _is_on_device(event: Any) -> bool:

@@ -27,10 +27,6 @@ from nearlight.profiler.target import Batch, Target
 
 WARMUP_STEPS = 3
 MEASURED_STEPS = 7
-PROFILED_STEPS = 3
-# Kernels that add up to more than this beyond the undisturbed step ran slower for being watched;
-# equal machines differ by as much (docs/log.md).
-DISTURBANCE = 0.03
 
 
 class Step:
@@ -99,7 +95,7 @@ def measure_state(step: Step, gpu: Gpu, limit_s: float, trace: Trace) -> State:
     """
     step_ms, peak_bytes = step.block(MEASURED_STEPS)
     calls, timeline = record_step(step.target, step.model, step.batch, step.optimizer)
-    times = _profile(step, step_ms, {call.name for call in calls})
+    times = _profile(step, {call.name for call in calls})
     floor_us = ceilings(gpu).kernel_floor_us
     rows = measured_rows(calls, times, step_ms, gpu, floor_us)
     memory = owners_of_peak(timeline, peak_bytes)
@@ -239,36 +235,14 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _profile(step: Step, step_ms: float, known_ops: set[str]) -> KernelTimes:
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    taken: list[KernelTimes] = []
+def _profile(step: Step, known_ops: set[str]) -> KernelTimes:
     with module_ranges(step.model):
         step.run()  # the ranges' own first-time costs
-        while len(taken) < PROFILED_STEPS:
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step.run()
             torch.cuda.synchronize()
-            with profile(activities=activities) as profiler:
-                step.run()
-                torch.cuda.synchronize()
-            taken.append(kernel_times(profiler.events(), known_ops))
-            if abs(taken[-1].total_us / 1e3 - step_ms) <= DISTURBANCE * step_ms:
-                return taken[-1]  # nothing nearer can be had
-    return least_disturbed(taken, step_ms)
-
-
-def least_disturbed(taken: Sequence[KernelTimes], step_ms: float) -> KernelTimes:
-    """Return the profiled step to believe; pure.
-
-    Of those whose kernels fit into the undisturbed step, the middle one: where the GPU waits for
-    the host, kernels add up to less than the step, and a disturbed one would come nearest to it.
-    If none fits, the one with the least kernel time.
-    """
-    ranked = sorted(taken, key=lambda times: times.total_us)
-    fitting = [times for times in ranked if not _is_disturbed(times, step_ms)]
-    return fitting[len(fitting) // 2] if fitting else ranked[0]
-
-
-def _is_disturbed(times: KernelTimes, step_ms: float) -> bool:
-    return times.total_us / 1e3 > (1 + DISTURBANCE) * step_ms
+    return kernel_times(profiler.events(), known_ops)
 
 
 def _figures(
@@ -277,11 +251,8 @@ def _figures(
     source = f"CUDA events, median of {MEASURED_STEPS} steps after {WARMUP_STEPS}"
     half = spread_ms / 2
     profiled = f"torch.profiler, one step, {times.num_kernels} kernels"
-    if _is_disturbed(times, state.step_ms):
-        profiled += (
-            f"; disturbed: the least kernel time of {PROFILED_STEPS} profiled steps is still "
-            f"{times.total_us / 1e3 / state.step_ms - 1:.0%} more than the step takes undisturbed"
-        )
+    if times.num_kernels != times.num_on_device:
+        profiled += f" given to ops of {times.num_on_device} on the device"
     figures = {
         "step_ms": Figure(
             state.step_ms, "ms", "measured", source, state.step_ms - half, state.step_ms + half

@@ -1,11 +1,13 @@
+import copy
 import dataclasses
+import sys
 
 import pytest
-import torch
 
 from nearlight.core.errors import BadInput
 from nearlight.core.report import State
 from nearlight.fixes import peers
+from nearlight.fixes.fix import Fix
 
 
 def state(step_ms, peak_bytes):
@@ -24,30 +26,44 @@ def test_a_live_model_is_not_given_to_peers(make_target):
         peers.check_peers(["liger"], live)
 
 
-def test_every_program_is_a_row_against_ours(make_target, monkeypatch):
-    """A fresh model is changed by the peer and measured; nothing of it stays."""
+def test_programs_take_turns_and_none_leaves_anything_behind(make_target, monkeypatch):
+    """Times of each block are its own; a replaced function stands only in its program's block."""
+    target = make_target()
+    home = vars(sys.modules[type(target.make_model()).__module__])
+    monkeypatch.setitem(home, "kernel", "found")
     log = []
 
     class OnCpu:
+        times_ms = iter([4.0, 5.0, 3.0, 9.0, 5.0, 6.0])
+
         def __init__(self, target, model, batch):
-            log.append(model.is_changed)
+            log.append((model.name, home["kernel"], home.get("helper"), model.training))
 
         def block(self, steps):
-            return 5.0, 3 * 2**29
+            return next(self.times_ms), 3 * 2**29
 
         def release(self):
             log.append("released")
 
-    target = make_target()
-    monkeypatch.setattr(
-        type(target), "make_batch", lambda self, device="cpu": self.batch_only("cpu")
-    )
+    def other(model):
+        home.update(kernel="other", helper="new")
+        model.name = "other"
+
+    def ours(model):
+        model.name = "ours"
+
+    model, make_batch = target.make_model(), type(target).make_batch
+    monkeypatch.setattr(type(target), "make_model", lambda self, device="": copy.deepcopy(model))
+    monkeypatch.setattr(type(target), "make_batch", lambda self, device="": make_batch(self, "cpu"))
     monkeypatch.setattr(peers, "Step", OnCpu)
-    monkeypatch.setitem(peers.PEERS, "other", lambda model: setattr(model, "is_changed", True))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    rows = peers.step_rows(target, ["other"], state(8.0, 2**31), state(4.0, 2**30))
-    assert log == [True, "released"]
+    monkeypatch.setattr(peers, "DEVICE", "cpu")
+    monkeypatch.setitem(peers.PEERS, "other", other)
+    rows = peers.step_rows(target, ["other"], [Fix("ours", "exact", ours)], state(8.0, 2**31))
+    assert log == 3 * [
+        ("ours", "found", None, True), "released", ("other", "other", "new", True), "released"
+    ]  # fmt: skip
+    assert home["kernel"] == "found" and "helper" not in home
     assert [(r["program"], r["step_ms"], r["peak_gib"], r["ratio"]) for r in rows] == [
-        ("as found", 8.0, 2.0, 2.0), ("nearlight", 4.0, 1.0, 1.0), ("other", 5.0, 1.5, 1.25),
+        ("as found", 8.0, 2.0, 2.0), ("nearlight", 4.0, 1.5, 1.0), ("other", 6.0, 1.5, 1.5),
     ]  # fmt: skip
     assert rows[1]["tokens_per_s"] == pytest.approx(2 * 24 / 4e-3)

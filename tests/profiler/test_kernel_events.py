@@ -157,3 +157,15 @@ def test_an_in_place_variant_of_a_known_op_is_known():
 def test_nothing_in_nothing_out():
     times = kernel_times([], KNOWN)
     assert (times.time_us, times.total_us, times.attributed_share) == ({}, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("call", ["cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"])
+def test_a_call_of_the_runtime_with_the_number_of_an_op_claims_nothing(call):
+    """Torch numbers both from 1, and shows one's kernels at the other."""
+    op = Event("aten::mm", 1, durations=(3.0,))
+    update = Event("aten::_fused_adamw_", 5)
+    launch = Event(call, 6, update, durations=(3.0,))
+    kernel = Event("gemm", 2, durations=(3.0,), device="CUDA")
+    times = kernel_times([op, update, launch, kernel], {"aten::mm", "aten::_fused_adamw_"})
+    assert times.time_us == {("aten::mm", "", "forward"): 3.0}
+    assert (times.num_kernels, times.num_on_device, times.total_us) == (1, 1, 3.0)

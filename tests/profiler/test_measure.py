@@ -13,7 +13,6 @@ from nearlight.profiler.measure import (
     Step,
     _figures,
     join,
-    least_disturbed,
     measured_rows,
     module_ranges,
     owners_of_peak,
@@ -159,30 +158,14 @@ def test_times_of_another_module_meet_the_calls_of_their_phase_that_are_left():
     assert [(one.module, one.calls) for one in other] == [("embed", ())]
 
 
-@pytest.mark.parametrize(
-    ("totals_ms", "chosen_ms"),
-    [
-        ([827.6, 643.8, 646.0], 646.0),  # the first was disturbed
-        ([827.6, 643.8, 700.0], 643.8),
-        ([827.6, 900.0, 700.0], 700.0),  # all were
-        ([200.0, 520.0, 201.0], 201.0),  # the GPU waits for the host
-        ([672.0], 672.0),
-    ],
-)
-def test_the_least_disturbed_of_some_profiled_steps(totals_ms, chosen_ms):
-    taken = [KernelTimes(total_us=total * 1e3) for total in totals_ms]
-    assert least_disturbed(taken, 652.8).total_us == chosen_ms * 1e3
-
-
-def test_a_disturbed_step_says_so_in_its_source(make_target, h200):
-    traced = trace(make_target())
-    state = replace(predict_state(traced, h200), step_ms=100.0, limit_ms=50.0)
+def test_kernels_that_no_op_claims_are_said_in_the_source(make_target, h200):
+    state = predict_state(trace(make_target()), h200)
     sources = [
-        _figures(state, 0.0, KernelTimes(total_us=total), 0.0)["kernel_ms"].source
-        for total in (102_000.0, 120_000.0)
+        _figures(state, 0.0, KernelTimes(num_kernels=5, num_on_device=num), 0.0)["kernel_ms"].source
+        for num in (5, 6)
     ]
-    assert "disturbed" not in sources[0]
-    assert "disturbed" in sources[1] and "20% more than the step takes undisturbed" in sources[1]
+    assert sources[0].endswith("one step, 5 kernels")
+    assert sources[1].endswith("5 kernels given to ops of 6 on the device")
 
 
 def test_ranges_are_closed_and_hooks_gone_after_an_exception():
