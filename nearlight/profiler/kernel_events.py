@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +13,6 @@ from nearlight.profiler.lowering import plain_name
 MODULE_RANGE = "nearlight module: "
 _NODE = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step#"
-# Calls of the CUDA runtime and driver, "cudaLaunchKernel" or "cuLaunchKernelEx". Torch finds an
-# event's kernels by its number, but numbers these calls by CUPTI and ops by itself: where the two
-# series meet, a call shows the kernels of some op a second time.
-_API_CALL = re.compile(r"cu(da)?[A-Z]\w*")
 
 
 @dataclass(frozen=True)
@@ -67,29 +63,27 @@ def kernel_times(events: Iterable[Any], known_ops: Collection[str]) -> KernelTim
     known = {same_op(name) for name in known_ops}
     # A range of the program ("Optimizer.step#AdamW.step") is shown on the device as well.
     ranges = {event.name for event in events if getattr(event, "is_user_annotation", False)}
-    time_us: dict[tuple[str, str, str], float] = {}
-    num_kernels = 0
-    for event in on_host:
-        if _API_CALL.fullmatch(event.name):
-            continue
-        durations = [
-            kernel.duration
-            for kernel in event.kernels
-            if kernel.name != event.name and not _is_range(kernel.name, ranges)
-        ]
-        if durations:
-            key = (_op_name(event, known), _module(event, modules), _phase(event))
-            time_us[key] = time_us.get(key, 0.0) + sum(durations)
-            num_kernels += len(durations)
-    on_device = [
-        event.time_range.elapsed_us()
+    ran = [
+        (event.name, event.time_range.elapsed_us())
         for event in events
         if _is_on_device(event) and not _is_range(event.name, ranges)
     ]
-    total_us = max(sum(on_device), sum(time_us.values()))
+    unclaimed = Counter(ran)
+    time_us: dict[tuple[str, str, str], float] = {}
+    # Torch finds an event's kernels by its number, but calls of the CUDA runtime and notes of the
+    # profiler ("Command Buffer Full") have numbers of another series: where the two meet, they
+    # show the kernels of some op once more. So a kernel is given away once, and to an op first.
+    for event in sorted(on_host, key=lambda event: "::" not in event.name):
+        for kernel in event.kernels:
+            if unclaimed[kernel.name, kernel.duration]:
+                unclaimed[kernel.name, kernel.duration] -= 1
+                key = (_op_name(event, known), _module(event, modules), _phase(event))
+                time_us[key] = time_us.get(key, 0.0) + kernel.duration
+    total_us = sum(duration for _, duration in ran)
+    num_kernels = len(ran) - unclaimed.total()
     named = sum(us for (_, module, _), us in time_us.items() if module)
     share = named / total_us if total_us else 0.0
-    return KernelTimes(time_us, num_kernels, total_us, share, len(on_device))
+    return KernelTimes(time_us, num_kernels, total_us, share, len(ran))
 
 
 def _is_on_device(event: Any) -> bool:

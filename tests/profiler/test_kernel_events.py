@@ -31,6 +31,13 @@ class Event:
         self.time_range = SimpleNamespace(start=self.start, elapsed_us=lambda: sum(self.durations))
 
 
+def attributed(events, known=KNOWN):
+    """Attribute the kernels that events show, each of which ran on the device once."""
+    shown = [kernel for event in events for kernel in event.kernels]
+    ran = [Event(kernel.name, durations=(kernel.duration,), device="CUDA") for kernel in shown]
+    return kernel_times([*events, *ran], known)
+
+
 def module(name, parent=None):
     return Event(MODULE_RANGE + name, cpu_parent=parent)
 
@@ -39,7 +46,7 @@ def test_forward_kernels_go_to_the_innermost_module():
     outer = module("layers.0")
     inner = module("layers.0.q_proj", outer)
     linear = Event("aten::linear", cpu_parent=inner, sequence_nr=7)
-    times = kernel_times([outer, inner, linear, Event("aten::mm", 1, linear, 8, (3.0, 2.0))], KNOWN)
+    times = attributed([outer, inner, linear, Event("aten::mm", 1, linear, 8, (3.0, 2.0))])
     assert times.time_us == {("aten::mm", "layers.0.q_proj", "forward"): 5.0}
     assert (times.num_kernels, times.attributed_share) == (2, 1.0)
 
@@ -48,7 +55,7 @@ def test_backward_kernels_go_to_the_module_of_their_forward_op():
     part = module("layers.0.q_proj")
     node = Event(NODE + "MmBackward0", 10, sequence_nr=8)
     inner = Event("MmBackward0", 11, node, 8)
-    times = kernel_times(
+    times = attributed(
         [
             part,
             Event("aten::mm", 1, part, 8),
@@ -56,7 +63,6 @@ def test_backward_kernels_go_to_the_module_of_their_forward_op():
             inner,
             Event("aten::mm", 12, inner, 99, (4.0,)),
         ],
-        KNOWN,
     )
     assert times.time_us == {("aten::mm", "layers.0.q_proj", "backward"): 4.0}
 
@@ -70,24 +76,24 @@ def test_the_op_that_made_the_node_wins_over_those_before_it():
         node,
         Event("aten::mm", 11, node, 8, (1.0,)),
     ]
-    assert list(kernel_times(events, KNOWN).time_us) == [("aten::mm", "b", "backward")]
+    assert list(attributed(events).time_us) == [("aten::mm", "b", "backward")]
 
 
 def test_a_kernel_belongs_to_the_outermost_known_op():
     to = Event("aten::to")
     cast = Event("aten::_to_copy", cpu_parent=to)
-    times = kernel_times([to, cast, Event("aten::copy_", 1, cast, -1, (2.0,))], KNOWN)
+    times = attributed([to, cast, Event("aten::copy_", 1, cast, -1, (2.0,))])
     assert list(times.time_us) == [("aten::_to_copy", "", "forward")]
-    times = kernel_times([Event("aten::copy_", 1, None, -1, (2.0,))], KNOWN)
+    times = attributed([Event("aten::copy_", 1, None, -1, (2.0,))])
     assert list(times.time_us) == [("aten::copy_", "", "forward")]
-    times = kernel_times([Event("somebody::op", 1, None, -1, (2.0,))], KNOWN)
+    times = attributed([Event("somebody::op", 1, None, -1, (2.0,))])
     assert list(times.time_us) == [("somebody::op", "", "forward")]
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_attention_goes_by_its_plain_name(kind):
     event = Event(f"aten::_scaled_dot_product_{kind}_attention_backward", durations=(1.0,))
-    times = kernel_times([event], KNOWN)
+    times = attributed([event])
     assert list(times.time_us) == [("aten::scaled_dot_product_attention_backward", "", "forward")]
 
 
@@ -97,8 +103,8 @@ def test_time_that_no_op_claims_and_time_without_a_module():
         part,
         Event("aten::mm", 1, part, 1, (6.0,)),
         Event("aten::mm", 2, None, -1, (2.0,)),
-        Event("gemm", 3, durations=(6.0,), device="CUDA"),
-        Event("gemm", 4, durations=(2.0,), device="CUDA"),
+        Event("kernel", 3, durations=(6.0,), device="CUDA"),
+        Event("kernel", 4, durations=(2.0,), device="CUDA"),
         Event("lone kernel", 5, durations=(2.0,), device="CUDA"),
     ]
     times = kernel_times(events, KNOWN)
@@ -118,7 +124,7 @@ def test_ranges_shown_on_the_device_are_no_kernels():
         Event(part.name, 1, durations=(100.0,), device="CUDA"),
         Event(step.name, 2, durations=(100.0,), device="CUDA", is_user_annotation=True),
         Event("aten::mm", 3, part, 1, (6.0,)),
-        Event("gemm", 4, durations=(6.0,), device="CUDA"),
+        Event("kernel", 4, durations=(6.0,), device="CUDA"),
     ]
     times = kernel_times(events, KNOWN)
     assert times.time_us == {("aten::mm", "m", "forward"): 6.0}
@@ -139,7 +145,7 @@ def test_a_range_of_the_program_is_no_kernel_whatever_event_shows_it():
         adamw,
         Event("my region", 2, durations=(500.0,), device="CUDA"),
         Event(name, 2, durations=(183.8,), device="CUDA"),
-        Event("adamw kernel", 3, durations=(8.6,), device="CUDA"),
+        Event("kernel", 3, durations=(8.6,), device="CUDA"),
     ]
     times = kernel_times(events, {"aten::_fused_adamw_"})
     assert times.time_us == {("aten::_fused_adamw_", "", "optimizer"): 8.6}
@@ -149,7 +155,7 @@ def test_a_range_of_the_program_is_no_kernel_whatever_event_shows_it():
 def test_an_in_place_variant_of_a_known_op_is_known():
     outer = Event("aten::index_put_")
     inner = Event("aten::_index_put_impl_", 1, outer, -1, (2.0,))
-    times = kernel_times([outer, inner], {"aten::index_put"})
+    times = attributed([outer, inner], {"aten::index_put"})
     assert list(times.time_us) == [("aten::index_put_", "", "forward")]
     assert same_op("aten::add_") == same_op("aten::add") == "aten::add"
 
@@ -159,13 +165,18 @@ def test_nothing_in_nothing_out():
     assert (times.time_us, times.total_us, times.attributed_share) == ({}, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("call", ["cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"])
-def test_a_call_of_the_runtime_with_the_number_of_an_op_claims_nothing(call):
-    """Torch numbers both from 1, and shows one's kernels at the other."""
-    op = Event("aten::mm", 1, durations=(3.0,))
-    update = Event("aten::_fused_adamw_", 5)
-    launch = Event(call, 6, update, durations=(3.0,))
-    kernel = Event("gemm", 2, durations=(3.0,), device="CUDA")
-    times = kernel_times([op, update, launch, kernel], {"aten::mm", "aten::_fused_adamw_"})
-    assert times.time_us == {("aten::mm", "", "forward"): 3.0}
-    assert (times.num_kernels, times.num_on_device, times.total_us) == (1, 1, 3.0)
+@pytest.mark.parametrize("note", ["cudaLaunchKernel", "Command Buffer Full"])
+def test_a_note_of_the_profiler_with_the_number_of_an_op_claims_nothing(note):
+    """Torch numbers both from 1, and shows the kernels of one at the other."""
+    update = Event("aten::_fused_adamw_", 0)
+    shown = Event(note, 1, update, durations=(3.0, 4.0))
+    op = Event("aten::mm", 2, durations=(3.0, 4.0))
+    ran = [Event("kernel", 3, durations=(us,), device="CUDA") for us in (4.0, 3.0)]
+    times = kernel_times([update, shown, op, *ran], {"aten::mm", "aten::_fused_adamw_"})
+    assert times.time_us == {("aten::mm", "", "forward"): 7.0}
+    assert (times.num_kernels, times.num_on_device, times.total_us) == (2, 2, 7.0)
+
+
+def test_a_kernel_of_the_users_own_function_belongs_to_it():
+    own = Event("MyFunctionBackward", durations=(3.0,))
+    assert attributed([own]).time_us == {("MyFunctionBackward", "", "forward"): 3.0}

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,12 @@ def test_owners_add_up_to_the_measured_peak(make_target):
     assert owners["temporaries"] == timeline.by_owner(timeline.peak())["temporaries"] + 1000
 
 
+def ran(name, duration_us):
+    """Return a kernel's event as the profiler of a GPU gives it."""
+    place = SimpleNamespace(start=0.0, elapsed_us=lambda: duration_us)
+    return SimpleNamespace(name=name, time_range=place, device_type=SimpleNamespace(name="CUDA"))
+
+
 def test_modules_of_a_really_profiled_step(make_target):
     """Forward and backward ops of torch's profiler find their modules; kernels are put in."""
     target = make_target()
@@ -83,7 +90,8 @@ def test_modules_of_a_really_profiled_step(make_target):
     products = [e for e in events if e.name in ("aten::mm", "aten::addmm")]
     for event in products:
         event.append_kernel("gemm", 0, 10.0)
-    times = kernel_times(events, {"aten::mm", "aten::addmm"})
+    kernels = [ran("gemm", 10.0) for _ in products]
+    times = kernel_times([*events, *kernels], {"aten::mm", "aten::addmm"})
     expected = {}
     for layer in (0, 1):
         for part in ("up", "down"):
@@ -106,7 +114,8 @@ def test_ranges_of_a_really_profiled_step_are_told_from_ops(make_target):
     (update,) = [event for event in events if event.name == "aten::_fused_adamw_"]
     update.append_kernel("adamw", 0, 8.6)
     update.append_kernel("Optimizer.step#AdamW.step", 0, 183.8)
-    times = kernel_times(events, {"aten::_fused_adamw_"})
+    kernels = [ran("adamw", 8.6), ran("Optimizer.step#AdamW.step", 183.8)]
+    times = kernel_times([*events, *kernels], {"aten::_fused_adamw_"})
     assert times.time_us == {("aten::_fused_adamw_", "", "optimizer"): 8.6}
 
 
