@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nearlight.core import compile_cache
+from nearlight.core import compile_cache, launch
 from nearlight.core.cuda_arguments import Parameter, parameters, typed_arguments
 from nearlight.core.cuda_sources import has_macro_header, include_path, sources
 
@@ -40,6 +41,10 @@ _NOT_OPTIONS = {
         "an edit of that file would go unnoticed; include the header in the .cu file",
     ),
 }
+
+
+class NoEmulator(RuntimeError):
+    """CUDA C++ was launched on CPU tensors, and this version has no emulator."""
 
 
 class CompileError(ValueError):
@@ -112,11 +117,14 @@ class _Launcher:
             if 0 not in self.grid:
                 _emulator().launch(self.kernel, self.grid, self.block, args, self.shared_bytes)
             return
+        if device.type == "meta":
+            return launch.describe_cuda(self.kernel, math.prod(self.block), self.shared_bytes)
         with torch.cuda.device(device):
             self._launch(device, args)
 
     def _launch(self, device: torch.device, args: tuple[Any, ...]) -> None:
-        from cuda.core import LaunchConfig, launch
+        from cuda.core import LaunchConfig
+        from cuda.core import launch as launch_kernel
 
         context = _context(device.index)
         if device.index not in self.kernel._loaded:
@@ -127,7 +135,7 @@ class _Launcher:
             return
         config = LaunchConfig(grid=self.grid, block=self.block, shmem_size=self.shared_bytes)
         stream = context.create_stream(_TorchStream(torch.cuda.current_stream(device)))
-        launch(stream, config, function, *values)
+        launch_kernel(stream, config, function, *values)
 
 
 class _TorchStream:
@@ -153,8 +161,13 @@ def _load(kernel: Kernel, context: Any) -> tuple[Any, tuple[Parameter, ...]]:
     from cuda.core import ObjectCode
 
     major, minor = context.compute_capability
-    cubin = kernel.compile(f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
+    cubin = kernel.compile(own_arch(10 * major + minor))
     return ObjectCode.from_cubin(cubin.code).get_kernel(cubin.symbol), cubin.parameters
+
+
+def own_arch(capability: int) -> str:
+    """Return the arch with the features of its own: "sm_90a" for 90, "sm_80" for 80."""
+    return f"sm_{capability}" + ("a" if capability >= 90 else "")
 
 
 def _emulator() -> Any:
@@ -163,7 +176,7 @@ def _emulator() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "nearlight.emulator":
             raise
-        raise RuntimeError(
+        raise NoEmulator(
             "CUDA C++ on CPU tensors needs the emulator, which this version of nearlight does not "
             "have; move the tensors to a GPU"
         ) from None

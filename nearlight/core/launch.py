@@ -109,6 +109,14 @@ def describe(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
         builds.append(build)
 
 
+def describe_cuda(kernel: Any, num_threads: int, shared_bytes: int) -> None:
+    """Note a launch of a CUDA C++ kernel: its block and its dynamic shared memory."""
+    build = KernelBuild(kernel, {}, {}, num_threads=num_threads, shared_bytes=shared_bytes)
+    builds = _description()[1]
+    if build not in builds:
+        builds.append(build)
+
+
 def is_describing() -> bool:
     """Return whether launches on meta tensors are described here and now."""
     return _described.get() is not None

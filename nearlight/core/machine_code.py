@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,21 @@ def _pick(found: Mapping[str, Any], symbol: str | None, where: str) -> tuple[str
         names = ", ".join(found) or "none"
         raise ValueError(f"{where} has no kernel {symbol!r}; it has: {names}")
     return symbol, found[symbol]
+
+
+def capability_of(arch: str) -> int:
+    """Return 90 for "sm_90" and "sm_90a".
+
+    Raises:
+        ValueError: an arch without a row in `MAX_SHARED_BYTES`; the nearest ones are named.
+    """
+    match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
+    if match is None or int(match[1]) not in MAX_SHARED_BYTES:
+        known = [f"sm_{number}" for number in MAX_SHARED_BYTES]
+        near = get_close_matches(arch.lower(), known, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        raise ValueError(f"arch={arch!r}: allowed are {', '.join(known)}{hint}")
+    return int(match[1])
 
 
 def parse_log(log: str) -> dict[str, Resources]:

@@ -35,15 +35,18 @@ class KernelBuild:
     """One kernel as it is compiled for an arch, with the budget its machine code must keep.
 
     Attributes:
-        kernel: a function made by `nearlight.core.triton.jit`.
+        kernel: a function made by `nearlight.core.triton.jit`, or a `nearlight.core.cuda.Kernel`.
         signature: argument name to Triton type ("*bf16", "i64"), constants left out; "i64:16" is
             a multiple of 16, "*bf16:1" a pointer that is not aligned to 16 bytes as others are.
-        constants: compile-time constants by name.
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline.
+            Empty for CUDA C++, whose source says it.
+        constants: compile-time constants by name; empty for CUDA C++.
+        num_warps: warps of a Triton program.
+        num_stages: depth of Triton's software pipeline.
         max_registers: registers per thread allowed.
         max_spill_bytes: bytes of spill stores plus loads allowed.
         uses_tensor_cores: whether the machine code must contain matrix instructions.
+        num_threads: threads of a CUDA C++ block; 0 where nothing is known of its launch.
+        shared_bytes: dynamic shared memory of a CUDA C++ block.
     """
 
     kernel: Any
@@ -54,6 +57,8 @@ class KernelBuild:
     max_registers: int = 255
     max_spill_bytes: int = 0
     uses_tensor_cores: bool = False
+    num_threads: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 
 from nearlight.core.cost import Formula, register_cost
 
-_library = torch.library.Library("nearlight", "FRAGMENT")
+# One library per op, by qualified name: an op that is defined again replaces the former one.
+_libraries: dict[str, torch.library.Library] = {}
 
 
 def register_op(
@@ -24,10 +25,11 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """Define an op of the namespace `nearlight` and return what to call.
+    """Define a torch op and return what to call; defined once more, it replaces the former one.
 
     Args:
-        schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language.
+        schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; of the namespace
+            `nearlight`, or of another that stands before it ("mine::double_fwd(…)").
         implementation: what runs on CPU and CUDA tensors.
         fake: takes the same arguments and returns empty outputs of the right shape, dtype, strides.
         cost: `(args, kwargs, outputs) -> Cost` with fewest bytes.
@@ -44,20 +46,25 @@ def register_op(
         ...     backward=lambda ctx, dout: 2 * dout,
         ... )  # doctest: +SKIP
     """
-    name = schema.partition("(")[0]
-    qualified = f"nearlight::{name}"
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0].strip()
+    namespace, _, name = name.rpartition("::")
+    namespace = namespace or "nearlight"
+    qualified = f"{namespace}::{name}"
+    if (former := _libraries.pop(qualified, None)) is not None:
+        former._destroy()
+    library = _libraries[qualified] = torch.library.Library(namespace, "FRAGMENT")
+    library.define(schema.removeprefix(f"{namespace}::"), tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
-        _library.impl(name, implementation, device)
-    torch.library.register_fake(qualified, fake, lib=_library)
-    op: Callable[..., Any] = getattr(torch.ops.nearlight, name).default
+        library.impl(name, implementation, device)
+    torch.library.register_fake(qualified, fake, lib=library)
+    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
     if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
         if backward is None:
 
             def backward(ctx: Any, *upstream: Any) -> NoReturn:
                 refuse_double_backward(name.removesuffix("_bwd"))
 
-        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
+        torch.library.register_autograd(qualified, backward, setup_context=save, lib=library)
     register_cost(qualified)(cost)
     return op
 

@@ -1,7 +1,6 @@
 """`jit`: one Triton kernel, compiled on CUDA tensors and interpreted on CPU tensors.
 
-`compile_for` gives a kernel's machine code for any arch without a GPU, `check_budget` what its
-Op record does not allow in it.
+`compile_for` gives a kernel's machine code for any arch without a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -170,12 +168,7 @@ def compile_for(build: KernelBuild, arch: str) -> MachineCode:
             "TRITON_INTERPRET is set, so Triton cannot compile: unset it (nearlight interprets on "
             "CPU tensors without it)"
         )
-    if (
-        not (match := re.fullmatch(r"sm_(\d{2,3})[af]?", arch))
-        or (capability := int(match[1])) not in machine_code.MAX_SHARED_BYTES
-    ):
-        known = ", ".join(f"sm_{number}" for number in machine_code.MAX_SHARED_BYTES)
-        raise ValueError(f"arch={arch!r}: allowed are {known}{_nearest(arch, known.split(', '))}")
+    capability = machine_code.capability_of(arch)
     types = _argument_types(build)
     if capability == 75:
         _refuse_on_turing(build, build.uses_tensor_cores, any("bf16" in t for t in types.values()))
@@ -186,24 +179,6 @@ def compile_for(build: KernelBuild, arch: str) -> MachineCode:
         code = _compile(build, types, capability, arch)
         compile_cache.store(entry, _to_json(code))
     return code
-
-
-def check_budget(build: KernelBuild, code: MachineCode) -> list[str]:
-    """Return what the machine code does that its build does not allow, one line each."""
-    violations = []
-    if code.registers > build.max_registers:
-        violations.append(f"{code.registers} registers per thread, allowed {build.max_registers}")
-    if code.spill_bytes > build.max_spill_bytes:
-        violations.append(
-            f"{code.spill_store_bytes} bytes of spill stores and {code.spill_load_bytes} of spill "
-            f"loads, allowed {build.max_spill_bytes} together"
-        )
-    if build.uses_tensor_cores and code.matrix_instructions == 0:
-        violations.append("no matrix instruction, though the kernel is said to use tensor cores")
-    limit = machine_code.MAX_SHARED_BYTES[int(re.sub(r"\D", "", code.arch))]
-    if code.shared_bytes > limit:
-        violations.append(f"{code.shared_bytes} bytes of shared memory, a block has {limit}")
-    return [f"{code.name} on {code.arch}: {violation}" for violation in violations]
 
 
 def _argument_types(build: KernelBuild) -> dict[str, str]:

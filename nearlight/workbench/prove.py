@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nearlight.core.builds import check_budget, compile_build
 from nearlight.core.op import Op
 from nearlight.core.report import write_aside
-from nearlight.core.triton import check_budget, compile_for
 from nearlight.core.versions import versions
 from nearlight.workbench import record
 from nearlight.workbench.check import check, load_op
@@ -161,7 +161,7 @@ def _machine_code(op: Op, arch: str) -> dict[str, Any]:
     kernels, violations = [], []
     try:
         for build in op.builds(arch):
-            code = compile_for(build, arch)
+            code = compile_build(build, arch)
             violations += check_budget(build, code)
             kernels.append(
                 {

@@ -46,3 +46,30 @@ def test_an_op_that_writes_in_place_takes_no_gradient_formula():
     x = torch.zeros(1)
     _fill_(x)
     assert x == 1
+
+
+def test_an_op_of_another_namespace_that_is_defined_again_replaces_the_former():
+    def define(factor):
+        name = "nearlight_test_namespace::times"
+        backward = register_op(
+            f"{name}_bwd(Tensor dout) -> Tensor",
+            lambda dout: factor * dout,
+            fake=torch.empty_like,
+            cost=lambda args, kwargs, out: Cost(),
+        )
+        return register_op(
+            f"{name}(Tensor x) -> Tensor",
+            lambda x: factor * x,
+            fake=torch.empty_like,
+            cost=lambda args, kwargs, out: Cost(bytes_read=factor),
+            backward=lambda ctx, dout: backward(dout),
+        )
+
+    for factor in (2, 5):
+        times = define(factor)
+        x = torch.ones(3, requires_grad=True)
+        (dx,) = torch.autograd.grad(times(x).sum(), x)
+        assert torch.equal(dx, torch.full((3,), float(factor)))
+        assert formula_for("nearlight_test_namespace::times")((x,), {}, x).bytes_read == factor
+        opcheck(times, (x,))
+        assert torch.equal(torch.ops.nearlight_test_namespace.times(x), factor * x)

@@ -10,9 +10,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from nearlight.core import compile_cache, interpreter
+from nearlight.core.builds import check_budget
 from nearlight.core.machine_code import MAX_SHARED_BYTES
 from nearlight.core.op import KernelBuild
-from nearlight.core.triton import check_budget, compile_for, jit
+from nearlight.core.triton import compile_for, jit
 
 
 @jit
@@ -28,13 +29,6 @@ def _matmul_kernel(a_ptr, b_ptr, c_ptr, M: tl.constexpr, K: tl.constexpr):
     a = tl.load(a_ptr + rows[:, None] * K + inner[None, :])
     b = tl.load(b_ptr + inner[:, None] * M + rows[None, :])
     tl.store(c_ptr + rows[:, None] * M + rows[None, :], tl.dot(a, b))
-
-
-@jit
-def _row_kernel(x_ptr, y_ptr, N: tl.constexpr):
-    offsets = tl.arange(0, N)
-    x = tl.load(x_ptr + offsets)
-    tl.store(y_ptr + offsets, x * tl.sum(x))
 
 
 SCALE = KernelBuild(
@@ -186,22 +180,6 @@ def test_signature_and_constants_must_be_the_kernels_arguments():
     with pytest.raises(TypeError, match="argument `n` is missing in signature or constants"):
         signature = {name: kind for name, kind in SCALE.signature.items() if name != "n"}
         compile_for(replace(SCALE, signature=signature), "sm_80")
-
-
-def test_budgets():
-    build = KernelBuild(_row_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": 16384}, 1)
-    code = compile_for(build, "sm_80")
-    assert code.spill_bytes > 0 and code.stack_bytes > 0
-    strict = replace(build, max_registers=32, uses_tensor_cores=True)
-    assert check_budget(strict, replace(code, shared_bytes=10**6)) == [
-        f"_row_kernel on sm_80: {code.registers} registers per thread, allowed 32",
-        f"_row_kernel on sm_80: {code.spill_store_bytes} bytes of spill stores and "
-        f"{code.spill_load_bytes} of spill loads, allowed 0 together",
-        "_row_kernel on sm_80: no matrix instruction, though the kernel is said to use tensor "
-        "cores",
-        "_row_kernel on sm_80: 1000000 bytes of shared memory, a block has 166912",
-    ]
-    assert check_budget(replace(build, max_spill_bytes=code.spill_bytes), code) == []
 
 
 def test_results_are_cached_by_kernel_arch_and_options(cache, monkeypatch):

@@ -11,9 +11,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.phi3 import modeling_phi3
 
+from nearlight.core.builds import check_budget
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import find_gpu
-from nearlight.core.triton import check_budget, compile_for
+from nearlight.core.triton import compile_for
 from nearlight.ops.rope import OP, Config, config, reference, rope
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

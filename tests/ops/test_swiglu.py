@@ -11,10 +11,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+from nearlight.core.builds import check_budget
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import find_gpu
 from nearlight.core.numerics import judge
-from nearlight.core.triton import check_budget, compile_for
+from nearlight.core.triton import compile_for
 from nearlight.ops.swiglu import OP, Config, config, reference, swiglu
 from nearlight.ops.swiglu.registration import merge_dims
 

@@ -1,0 +1,65 @@
+"""Builds of Triton and of CUDA C++ kernels, compiled for archs and held to budgets."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton.language as tl
+
+from nearlight.core.builds import check_budget, compile_build
+from nearlight.core.cuda import Kernel
+from nearlight.core.launch import described_launches
+from nearlight.core.op import KernelBuild
+from nearlight.core.triton import jit
+
+ROW_SUM = Kernel(Path(__file__).parent / "kernels" / "row_sum.cu", "row_sum<__nv_bfloat16>")
+
+
+@jit
+def _row_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    x = tl.load(x_ptr + offsets)
+    tl.store(y_ptr + offsets, x * tl.sum(x))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_90a", "sm_120"])
+def test_a_cuda_kernel_is_compiled_for_an_arch_with_its_own_features(arch):
+    build = KernelBuild(ROW_SUM, {}, {}, num_threads=256, shared_bytes=1024, max_registers=64)
+    code = compile_build(build, arch)
+    assert code.arch == arch and 0 < code.registers <= 64
+    assert code.shared_bytes >= 1024 and code.count("LDG") > 0
+    assert check_budget(build, code) == []
+
+
+def test_an_unknown_arch_is_refused_for_both_languages():
+    for build in (KernelBuild(ROW_SUM, {}, {}), KernelBuild(_row_kernel, {}, {"N": 16})):
+        with pytest.raises(ValueError, match="allowed are sm_75.*did you mean `sm_90`"):
+            compile_build(build, "SM_90")
+
+
+def test_a_launch_on_meta_tensors_is_described():
+    x = torch.empty(64, 512, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(64, device="meta")
+    with described_launches(None) as builds:
+        for _ in range(2):
+            ROW_SUM[(64,), (32, 4), 256](out, x, 512, 2.0)
+    assert builds == [KernelBuild(ROW_SUM, {}, {}, num_threads=128, shared_bytes=256)]
+    with pytest.raises(ValueError, match="meta tensors hold no values"):
+        ROW_SUM[(64,), (256,)](out, x, 512, 2.0)
+
+
+def test_budgets():
+    build = KernelBuild(_row_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": 16384}, 1)
+    code = compile_build(build, "sm_80")
+    assert code.spill_bytes > 0 and code.stack_bytes > 0
+    strict = replace(build, max_registers=32, uses_tensor_cores=True)
+    assert check_budget(strict, replace(code, shared_bytes=10**6)) == [
+        f"_row_kernel on sm_80: {code.registers} registers per thread, allowed 32",
+        f"_row_kernel on sm_80: {code.spill_store_bytes} bytes of spill stores and "
+        f"{code.spill_load_bytes} of spill loads, allowed 0 together",
+        "_row_kernel on sm_80: no matrix instruction, though the kernel is said to use tensor "
+        "cores",
+        "_row_kernel on sm_80: 1000000 bytes of shared memory, a block has 166912",
+    ]
+    assert check_budget(replace(build, max_spill_bytes=code.spill_bytes), code) == []
