@@ -161,10 +161,10 @@ def test_a_loaded_kernel_keeps_the_parameters_it_was_compiled_with(cache, tmp_pa
     file.write_text('extern "C" __global__ void f(float* x, float s) { *x = s; }')
     kernel = Kernel(file, "f")
     x = torch.empty(4, device="meta")
-    kernel[(1,), (32,)](x, np.float64(0.5))
+    kernel[(1,), (32,)]._launch(x.device, (x, np.float64(0.5)))
     file.write_text('extern "C" __global__ void f(float* x, double s) { *x = s; }')
-    kernel[(1,), (32,)](x, 0.5)
-    Kernel(file, "f")[(1,), (32,)](x, np.float32(0.5))
+    kernel[(1,), (32,)]._launch(x.device, (x, 0.5))
+    Kernel(file, "f")[(1,), (32,)]._launch(x.device, (x, np.float32(0.5)))
     assert [(symbol, type(s)) for symbol, _, s in launched] == [
         ("f", np.float32),
         ("f", np.float32),
