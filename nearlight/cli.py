@@ -21,7 +21,7 @@ nearlight brings a PyTorch program to the speed of light of its GPU, and proves 
 
   too slow           nearlight optimize smollm2-135m --task train --batch 8 --seq 2048
   does not fit       nearlight predict llama-3.1-8b --gpu h200 --batch 1 --seq 4096
-  my own kernel      nearlight check rms_norm --quick
+  my own kernel      nearlight new my_op --lang triton
   I want to learn    nearlight ops
 
 Every command takes --help; TARGET is a preset, a folder with a config.json, or file.py:function."""
@@ -156,6 +156,20 @@ def ops(json: JsonOption = None) -> None:
 
 
 @app.command()
+def new(
+    op: Annotated[str, typer.Argument(help="name of the op, its file and its function")],
+    lang: Annotated[str, typer.Option("--lang", help="triton or cuda")],
+    directory: Annotated[Path, typer.Option("--dir", help="folder of the files")] = Path(),
+    json: JsonOption = None,
+) -> None:
+    """Write an op of your own and its test: complete, and proved as they stand."""
+    _writable(json)
+    from nearlight.workbench.new import new as write
+
+    _show(write(op, lang, directory), json)
+
+
+@app.command()
 def check(
     op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
     quick: Annotated[bool, typer.Option("--quick", help="the edit loop: a few seconds")] = False,
@@ -163,15 +177,19 @@ def check(
     device: Annotated[
         str, typer.Option("--device", help="cuda runs compiled kernels, cpu interprets them")
     ] = "cpu",
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="run the compute-sanitizer, too (minutes, a GPU)")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Prove an op: values, gradients, layouts, shapes, lifecycle, extremes, poison."""
+    """Prove an op in a process of its own: values, gradients, layouts, shapes and more."""
     _writable(json)
-    from nearlight.workbench.check import check as check_op
-    from nearlight.workbench.check import load_op
+    from nearlight.workbench.apart import check_apart
 
     with _progress(json) as say:
-        report = check_op(load_op(op), quick, device, tuple(only or ()) or None, progress=say)
+        report = check_apart(
+            op, quick, device, tuple(only or ()) or None, sanitize=sanitize, progress=say
+        )
     _show(report, json)
     if report.proof is None or not report.proof.passed:
         raise typer.Exit(1)
@@ -179,20 +197,113 @@ def check(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
+    op: Annotated[str | None, typer.Argument(help="an op of ours, file.py or file.py:NAME")] = None,
     vs: Annotated[list[str] | None, typer.Option("--vs", help="a peer, again for more")] = None,
+    repo: Annotated[
+        bool, typer.Option("--repo", help="write into nearlight/data instead of the user's folder")
+    ] = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option("--diff", help="two results, files of --json")
+    ] = None,
+    max_loss: Annotated[
+        str | None, typer.Option("--max-loss", help="exit 1 if B is slower by more than, e.g. 2%")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Time an op on this GPU against its peers in the same run; wrong results get no time."""
+    _writable(json)
+    if (op is None) == (diff is None) or (diff is not None and (vs or repo)):
+        raise BadInput("bench takes OP [--vs PEER] [--repo], or --diff A B [--max-loss 2%]")
+    if diff is not None:
+        from nearlight.workbench.bench_diff import diff as compare
+
+        report = compare(*diff, max_loss)
+    else:
+        if max_loss is not None:
+            raise BadInput("--max-loss compares two results: bench --diff A B --max-loss 2%")
+        from nearlight.workbench.bench import bench as bench_op
+        from nearlight.workbench.check import load_op
+
+        assert op is not None
+        with _progress(json) as say:
+            report = bench_op(load_op(op), peers=tuple(vs or ()), into_repo=repo, progress=say)
+    _show(report, json)
+    if report.proof is not None and not report.proof.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
+    cases: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cases", help='a case by name or sizes ("rows=3000,N=5000"), again for more'
+        ),
+    ] = None,
     repo: Annotated[
         bool, typer.Option("--repo", help="write into nearlight/data instead of the user's folder")
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Time an op on this GPU against its peers in the same run; wrong results get no time."""
+    """Search the launches of an op's kernels on this GPU; keep what beats the op's own rule."""
     _writable(json)
-    from nearlight.workbench.bench import bench as bench_op
     from nearlight.workbench.check import load_op
+    from nearlight.workbench.tune import cases_named
+    from nearlight.workbench.tune import tune as tune_op
 
+    found = load_op(op)
     with _progress(json) as say:
-        report = bench_op(load_op(op), peers=tuple(vs or ()), into_repo=repo, progress=say)
+        report = tune_op(found, cases_named(found, cases or ()), into_repo=repo, progress=say)
+    _show(report, json)
+    if report.proof is None or not report.proof.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="an op, file.py, file.py:NAME, file.cu or file.cu:kernel<args>"),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option("--arch", help="a comma between; default sm_80,sm_90a,sm_100a,sm_120a"),
+    ] = None,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option("--diff", help="two targets side by side on one arch")
+    ] = None,
+    block: Annotated[int, typer.Option("--block", help="threads of a .cu kernel's block")] = 0,
+    shared: Annotated[
+        int, typer.Option("--shared", help="dynamic shared memory of a .cu kernel's block, bytes")
+    ] = 0,
+    types: Annotated[
+        str, typer.Option("--types", help='of a Triton kernel: "x_ptr=*bf16,n=i64"')
+    ] = "",
+    constants: Annotated[
+        str, typer.Option("--constants", help='of a Triton kernel: "BLOCK=1024,num_warps=8"')
+    ] = "",
+    json: JsonOption = None,
+) -> None:
+    """Say what the compiler made of a kernel on each arch, without a GPU."""
+    _writable(json)
+    from nearlight.workbench.inspect_kept import inspect_kept
+
+    if (target is None) == (diff is None):
+        raise BadInput("inspect takes one target, or --diff A B")
+    first, other = diff or (target, None)
+    assert first is not None
+    with _progress(json) as say:
+        report = inspect_kept(
+            first,
+            arch.split(",") if arch is not None else None,
+            other,
+            block=block,
+            shared=shared,
+            types=types,
+            constants=constants,
+            progress=say,
+        )
     _show(report, json)
 
 

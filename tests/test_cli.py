@@ -90,6 +90,10 @@ def test_version_is_fast_and_loads_no_torch():
         (["check", "rms_nrom"], "rms_norm"),
         (["calibrate"], "GPU"),
         (["bench", "rms_norm"], "GPU"),
+        (["inspect"], "--diff A B"),
+        (["inspect", "swglu"], "swiglu"),
+        (["inspect", "swiglu", "--arch", "sm_91"], "sm_90"),
+        (["inspect", "swiglu", "--block", "64"], ".cu"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_2(run, arguments, message):
@@ -121,6 +125,7 @@ VERBS = {
     "ops": [],
     "check": ["rms_norm"],
     "bench": ["rms_norm"],
+    "inspect": ["rms_norm"],
 }
 
 

@@ -34,6 +34,8 @@ def test_the_wheel_holds_headers_pages_and_results(wheel):
     for needed in (
         "nearlight/core/include/nearlight/reduce.cuh",
         "nearlight/profiler/pages/page.html",
+        "nearlight/workbench/templates/op.py.jinja",
+        "nearlight/workbench/templates/op.cu.jinja",
         "nearlight/data/results/h200/calibrate.json",
     ):
         assert needed in names

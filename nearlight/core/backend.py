@@ -59,6 +59,16 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     return backend == "triton"
 
 
+def use_cuda(backend: str, tensor: torch.Tensor) -> bool:
+    """The same for an op written in CUDA C++, whose kernel a call asks for as "cuda".
+
+    What is forced for all ops is "triton", which stands for our kernels of either language.
+    """
+    if backend not in ("auto", "cuda", "reference"):
+        raise ValueError(f"backend={backend!r}: allowed are auto, cuda, reference")
+    return use_triton("triton" if backend == "cuda" else backend, tensor)
+
+
 def _check(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: allowed are {', '.join(BACKENDS)}")

@@ -31,6 +31,7 @@ def compile_build(build: KernelBuild, arch: str) -> MachineCode:
         cubin.symbol,
         arch=arch,
         dynamic_shared_bytes=build.shared_bytes,
+        ptx=cubin.ptx,
     )
 
 
@@ -49,4 +50,4 @@ def check_budget(build: KernelBuild, code: MachineCode) -> list[str]:
     limit = machine_code.MAX_SHARED_BYTES[int(re.sub(r"\D", "", code.arch))]
     if code.shared_bytes > limit:
         violations.append(f"{code.shared_bytes} bytes of shared memory, a block has {limit}")
-    return [f"{code.name} on {code.arch}: {violation}" for violation in violations]
+    return [f"{build.name} on {code.arch}: {violation}" for violation in violations]

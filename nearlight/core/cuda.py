@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import math
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -43,6 +44,10 @@ _NOT_OPTIONS = {
 }
 
 
+# Devices by index whose context this thread has; afterwards torch's device guard changes it.
+_bound = threading.local()
+
+
 class NoEmulator(RuntimeError):
     """CUDA C++ was launched on CPU tensors, and this version has no emulator."""
 
@@ -55,7 +60,8 @@ class CompileError(ValueError):
 class Cubin:
     """Machine code for one arch: the bytes, the kernel's mangled name and the compiler's log.
 
-    `parameters` are those of the source it was compiled from, whatever the file says by now.
+    `parameters` are those of the source it was compiled from, whatever the file says by now; `ptx`
+    is what it was assembled from, with the lines of the source.
     """
 
     code: bytes
@@ -63,6 +69,7 @@ class Cubin:
     arch: str
     log: str
     parameters: tuple[Parameter, ...]
+    ptx: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,13 +155,15 @@ class _TorchStream:
         return 0, self._stream.cuda_stream
 
 
-@lru_cache
 def _context(index: int) -> Any:
+    """Return the device, with its context bound to this thread: autograd's threads have none."""
     from cuda.core import Device
 
-    context = Device(index)
-    context.set_current()
-    return context
+    bound: dict[int, Any] = vars(_bound).setdefault("devices", {})
+    if index not in bound:
+        bound[index] = Device(index)
+        bound[index].set_current()
+    return bound[index]
 
 
 def _load(kernel: Kernel, context: Any) -> tuple[Any, tuple[Parameter, ...]]:
@@ -224,16 +233,19 @@ def compile_kernel(
     path = Path(path)
     texts = sources(path)
     declared = parameters(texts[path.name], name)
-    settings = (name, arch, tuple(defines), tuple(options), sorted(_FIXED.items()))
+    kept = [f.name for f in fields(Cubin)]
+    settings = (name, arch, tuple(defines), tuple(options), sorted(_FIXED.items()), kept)
     entry = _cache_entry(texts, settings)
     is_followed = not has_macro_header(texts)
     if is_followed and (content := compile_cache.load(entry)) is not None:
-        symbol, log, code = content.split(b"\0", 2)
-        return Cubin(code, symbol.decode(), arch, log.decode(), declared)
-    code, mangled, text = _compile(path, texts[path.name], name, arch, defines, options)
+        *written, code = content.split(b"\0", 3)
+        symbol, log, ptx = (text.decode() for text in written)
+        return Cubin(code, symbol, arch, log, declared, ptx)
+    code, symbol, log, ptx = _compile(path, texts[path.name], name, arch, defines, options)
     if is_followed:
-        compile_cache.store(entry, b"\0".join((mangled.encode(), text.encode(), code)))
-    return Cubin(code, mangled, arch, text, declared)
+        written = [text.encode() for text in (symbol, log, ptx)]
+        compile_cache.store(entry, b"\0".join((*written, code)))
+    return Cubin(code, symbol, arch, log, declared, ptx)
 
 
 def _check_options(options: Sequence[tuple[str, Any]]) -> None:
@@ -264,8 +276,8 @@ def _compile(
     arch: str,
     defines: Sequence[tuple[str, str]],
     options: Sequence[tuple[str, Any]],
-) -> tuple[bytes, str, str]:
-    """Return the code, the kernel's mangled name and the compiler's log."""
+) -> tuple[bytes, str, str, str]:
+    """Return the code, the kernel's mangled name, the compiler's log and the PTX."""
     from cuda.core import Program, ProgramOptions
 
     settings = ProgramOptions(
@@ -283,13 +295,25 @@ def _compile(
         compiled = program.compile("cubin", name_expressions=(name,), logs=log)
     except Exception as error:
         # cuda-core wraps NVRTC's log into exceptions of several types, by version.
-        raise CompileError(f"{path.name} does not compile for {arch}:\n{error}\n{log}") from None
+        text = f"{error}\n{log}".replace("\0", "")
+        raise CompileError(f"{path.name} does not compile for {arch}:\n{text}") from None
     symbol = compiled.symbol_mapping[name]
     return (
         bytes(compiled.code),
         symbol if isinstance(symbol, str) else symbol.decode(),
         str(log),
+        _ptx(program),
     )
+
+
+def _ptx(program: Any) -> str:
+    """Return what NVRTC assembled; cuda-core gives PTX only where there is a driver."""
+    from cuda.bindings import nvrtc
+
+    _, size = nvrtc.nvrtcGetPTXSize(program.handle)
+    text = bytearray(size)
+    nvrtc.nvrtcGetPTX(program.handle, text)
+    return text.decode("utf-8", "replace").rstrip("\0")
 
 
 class _Log:

@@ -13,6 +13,9 @@ import torch
 # Comments and literals; a literal may hold what looks like a comment or a kernel.
 _NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 _TEMPLATE = re.compile(r"\btemplate\s*<([^<>]*)>(?:\s|extern|static|inline)*$")
+_KERNEL = re.compile(
+    r"__global__[^;{}(]*?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)[^;{}(]*?)?(\w+)\s*\("
+)
 _QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b")
 
 # C++ scalar types of kernel parameters by their numpy type; a number is converted to it.
@@ -72,6 +75,17 @@ class Parameter:
     is_pointer: bool
 
 
+def kernels(source: str) -> dict[str, bool]:
+    """Return the kernels that CUDA C++ source defines, and of each whether it is a template."""
+    text = _NO_CODE.sub(" ", source)
+    found = {}
+    for match in _KERNEL.finditer(text):
+        _, end = _split(text[match.end() :])
+        if text[match.end() + end :].lstrip().startswith("{"):
+            found[match[1]] = bool(_TEMPLATE.search(text[: match.start()]))
+    return found
+
+
 def parameters(source: str, name: str) -> tuple[Parameter, ...]:
     """Return the parameters of kernel `name` in CUDA C++ source.
 
@@ -91,9 +105,7 @@ def parameters(source: str, name: str) -> tuple[Parameter, ...]:
         is_definition = text[match.end() + end :].lstrip().startswith("{")
         (defined if is_definition else declared).append((parts, given))
     if not defined and not declared:
-        known = re.findall(
-            r"__global__[^;{}(]*?(?:__launch_bounds__\([^)]*\)[^;{}(]*?)?(\w+)\s*\(", text
-        )
+        known = _KERNEL.findall(text)
         raise ValueError(
             f"no kernel {plain!r} in the source; it has {', '.join(sorted(set(known))) or 'none'}"
         )

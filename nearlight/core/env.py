@@ -70,6 +70,12 @@ VARIABLES = {
             "folder for compiled kernels and converted weights (default: the user's cache folder); "
             "where it cannot be written, kernels are compiled anew by each process",
         ),
+        Variable(
+            "NEARLIGHT_TUNED",
+            "on",
+            _switch,
+            "off: launches follow the ops' own rules, whatever `nearlight tune` found",
+        ),
     )
 }
 

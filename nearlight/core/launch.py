@@ -49,12 +49,23 @@ def launch_gpu(device: torch.device) -> Gpu | None:
     return gpu
 
 
+@contextmanager
+def launched_as_on(gpu: Gpu) -> Iterator[None]:
+    """Interpret CPU tensors in the tiles of a GPU inside the block, and not in few large ones."""
+    cpu = torch.device("cpu")
+    _gpus[cpu] = gpu
+    try:
+        yield
+    finally:
+        _gpus[cpu] = None
+
+
 def _gpu_of_device(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     try:
         gpu = gpu_from_device_name(properties.name)
     except ValueError:
-        gpu = find_gpu(_STAND_IN)
+        gpu = replace(find_gpu(_STAND_IN), key=properties.name)  # no row of the table's is its own
     return replace(gpu, num_sms=properties.multi_processor_count)
 
 

@@ -8,11 +8,13 @@ come from `nvdisasm -json`, because its text drops addresses of different width.
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -39,6 +41,30 @@ _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+_BARRIERS = re.compile(r"used (\d+) barriers")
+
+# Opcodes that reach global memory, or may (LD and ST find out at run time); LDGSTS copies on to
+# shared memory. Copies by TMA move whole tiles and have no width.
+GLOBAL_LOADS = ("LDG", "LD", "LDGSTS")
+GLOBAL_STORES = ("STG", "ST")
+TMA_COPIES = ("UTMALDG", "UTMASTG", "UBLKCP")
+BARRIERS = ("BAR", "SYNCS")
+ATOMICS = ("ATOM", "ATOMG", "ATOMS", "RED", "REDG", "UTMAREDG", "UBLKRED")
+_WIDTHS = {
+    "U8": 8,
+    "S8": 8,
+    "8": 8,
+    "U16": 16,
+    "S16": 16,
+    "16": 16,
+    "64": 64,
+    "128": 128,
+    "256": 256,
+}
+
+# Items of a cubin's `.nv.info.<kernel>`: three sizes of the largest and of the only block allowed.
+_MAX_THREADS, _REQUIRED_THREADS = 0x05, 0x10
+_SIZED = 0x04  # the form of an item that a payload follows
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class Resources:
         spill_store_bytes: bytes of registers stored to the stack, as instructions, not as executed.
         spill_load_bytes: bytes loaded back.
         shared_bytes: static shared memory of a block.
+        num_barriers: named barriers of a block.
     """
 
     registers: int
@@ -58,6 +85,7 @@ class Resources:
     spill_store_bytes: int
     spill_load_bytes: int
     shared_bytes: int
+    num_barriers: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +103,10 @@ class MachineCode:
         instructions: opcode with its modifiers ("LDG.E.128") to its count; NOP padding left out.
         cubin: the code itself.
         ptx: what it was assembled from, where known.
+        num_barriers: named barriers of a block.
+        num_threads: threads of a block that the code is bound to (`__launch_bounds__`, the warps
+            of a Triton program); 0 where it says none.
+        ttir: Triton's own representation of the kernel; "" for CUDA C++.
     """
 
     name: str
@@ -87,6 +119,9 @@ class MachineCode:
     instructions: Mapping[str, int]
     cubin: bytes
     ptx: str = ""
+    num_barriers: int = 0
+    num_threads: int = 0
+    ttir: str = ""
 
     @property
     def spill_bytes(self) -> int:
@@ -96,11 +131,32 @@ class MachineCode:
     @property
     def matrix_instructions(self) -> int:
         """Instructions that run on tensor cores (HMMA, IMMA, QMMA, HGMMA, UTCHMMA, …)."""
-        return sum(n for op, n in self.instructions.items() if op.split(".")[0].endswith("MMA"))
+        return sum(map(self.count, self.matrix_units))
 
-    def count(self, opcode: str) -> int:
-        """Return how many instructions have this opcode, whatever their modifiers."""
-        return sum(n for op, n in self.instructions.items() if f"{op}.".startswith(f"{opcode}."))
+    @property
+    def has_dot(self) -> bool:
+        """Whether a Triton source multiplies matrices, on whatever unit."""
+        return "tt.dot" in self.ttir
+
+    @property
+    def matrix_units(self) -> tuple[str, ...]:
+        """Opcodes of the instructions that run on tensor cores, without their modifiers."""
+        plain = (op.split(".")[0] for op in self.instructions)
+        return tuple(dict.fromkeys(op for op in plain if op.endswith("MMA")))
+
+    def count(self, *opcodes: str) -> int:
+        """Return how many instructions have one of the opcodes, whatever their modifiers."""
+        starts = tuple(f"{opcode}." for opcode in opcodes)
+        return sum(n for op, n in self.instructions.items() if f"{op}.".startswith(starts))
+
+    def widths(self, opcodes: Sequence[str]) -> dict[int, int]:
+        """Return the bits that each instruction moves for a thread, widest first, to its count."""
+        found: Counter[int] = Counter()
+        for op, number in self.instructions.items():
+            plain, *modifiers = op.split(".")
+            if plain in opcodes:
+                found[next((_WIDTHS[m] for m in modifiers if m in _WIDTHS), 32)] += number
+        return dict(sorted(found.items(), reverse=True))
 
 
 def read(
@@ -111,6 +167,7 @@ def read(
     arch: str = "",
     dynamic_shared_bytes: int = 0,
     ptx: str = "",
+    ttir: str = "",
 ) -> MachineCode:
     """Read one kernel of a cubin.
 
@@ -121,6 +178,7 @@ def read(
         arch: for which arch; taken from the cubin if left out.
         dynamic_shared_bytes: shared memory that the launch adds to the static one.
         ptx: the source of the assembly, kept for the reader.
+        ttir: what Triton made of the source, kept for the reader.
 
     Returns:
         The kernel's resources and instruction counts.
@@ -143,6 +201,9 @@ def read(
         instructions=instructions,
         cubin=cubin,
         ptx=ptx,
+        num_barriers=taken.num_barriers,
+        num_threads=num_threads(cubin, name),
+        ttir=ttir,
     )
 
 
@@ -183,13 +244,41 @@ def parse_log(log: str) -> dict[str, Resources]:
         elif match := _STACK.search(line):
             stack[owner] = (int(match[1]), int(match[2]), int(match[3]))
         elif entry and (match := _REGISTERS.search(line)):
-            shared = _SHARED.search(line)
-            stack_bytes, stores, loads = stack.get(entry, (0, 0, 0))
+            shared, barriers = _SHARED.search(line), _BARRIERS.search(line)
             kernels[entry] = Resources(
-                int(match[1]), stack_bytes, stores, loads, int(shared[1]) if shared else 0
+                int(match[1]),
+                *stack.get(entry, (0, 0, 0)),
+                int(shared[1]) if shared else 0,
+                int(barriers[1]) if barriers else 0,
             )
             entry = ""
     return kernels
+
+
+def num_threads(cubin: bytes, symbol: str) -> int:
+    """Return the threads of a block that a kernel of a cubin is bound to; 0 where it says none."""
+    info = _elf_section(cubin, f".nv.info.{symbol}")
+    offset, found = 0, 0
+    while offset < len(info):
+        form, item, size = struct.unpack_from("<BBH", info, offset)
+        offset += 4
+        if form == _SIZED:
+            if item in (_MAX_THREADS, _REQUIRED_THREADS):
+                found = math.prod(struct.unpack_from("<3I", info, offset))
+            offset += size
+    return found
+
+
+def _elf_section(elf: bytes, name: str) -> bytes:
+    """Return the content of a section of a 64-bit ELF file, b"" where there is none."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_index = struct.unpack_from("<3H", elf, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", elf, table + index * size) for index in range(count)]
+    names = sections[names_index][4]
+    for start, _, _, _, offset, length in sections:
+        if elf[names + start :].startswith(name.encode() + b"\0"):
+            return elf[offset : offset + length]
+    return b""
 
 
 def disassemble(cubin: bytes) -> tuple[str, dict[str, dict[str, int]]]:

@@ -60,6 +60,11 @@ class KernelBuild:
     num_threads: int = 0
     shared_bytes: int = 0
 
+    @property
+    def name(self) -> str:
+        """The kernel as its source calls it, with template arguments."""
+        return str(getattr(self.kernel, "name", None) or self.kernel.__name__)
+
 
 @dataclass(frozen=True)
 class Extreme:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import isqrt
 from typing import Any
 
@@ -124,22 +125,83 @@ def backward_config(
         tiles = triton.cdiv(rows, block_m)
         return RowConfig(block_m, block_n, 4, 1, min(tiles, max(2, isqrt(32 * tiles))))
     block_m = 1 if is_wide else _block_m(rows, block_n, gpu)
-    tiles = triton.cdiv(rows, block_m)
     num_warps = min(32, max(1, block_m * block_n // 512))
-    # Rows, upstream gradients (fp32 at most) and, where they are not held, the parameters.
-    stage_bytes = block_m * block_n * (dtype.itemsize + max(dtype.itemsize, 4))
-    stage_bytes += 0 if block_n <= MAX_HELD_BLOCK else block_n * 4
-    free_bytes = gpu.shared_bytes_per_block - 4096
-    num_stages = 1 + min(2, free_bytes // stage_bytes)
-    if is_wide:
-        programs = 8 * gpu.num_sms // triton.cdiv(width, block_n)
-    else:  # as many as the registers of an SM hold
-        programs = max(1, (24 if num_sums == 1 else 16) // num_warps) * gpu.num_sms
+    stage_bytes = _stage_bytes(block_m, block_n, dtype)
+    num_stages = 1 + min(2, (gpu.shared_bytes_per_block - 4096) // stage_bytes)
+    # As many as the registers of an SM hold.
+    warps_per_sm = 32 if is_wide else 24 if num_sums == 1 else 16
+    tile = RowConfig(block_m, block_n, num_warps, num_stages, 0)
+    return _with_programs(tile, shape, dtype, gpu, warps_per_sm)
+
+
+def _with_programs(
+    tile: RowConfig, shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu, warps_per_sm: int
+) -> RowConfig:
+    """Return a backward's tile with so many programs that each SM gets its warps."""
+    tiles = triton.cdiv(shape[0], tile.block_m)
+    programs = max(1, warps_per_sm // tile.num_warps) * gpu.num_sms
+    programs //= triton.cdiv(shape[1], tile.block_n)
     if dtype.itemsize >= 4:
         # A sum of n numbers one by one errs as √n: a program's tiles and the programs, of which
         # `column_sums` takes 32 at once, share the number fairly.
         programs = max(programs, isqrt(32 * tiles))
-    return RowConfig(block_m, block_n, num_warps, num_stages, min(tiles, max(1, programs)))
+    return replace(tile, num_programs=min(tiles, max(1, programs)))
+
+
+def _stage_bytes(block_m: int, block_n: int, dtype: torch.dtype) -> int:
+    """Return a stage's shared memory: rows, upstream gradients (fp32 at most), and parameters.
+
+    Parameters only where they are not held.
+    """
+    rows_bytes = block_m * block_n * (dtype.itemsize + max(dtype.itemsize, 4))
+    return rows_bytes + (0 if block_n <= MAX_HELD_BLOCK else block_n * 4)
+
+
+def forward_candidates(shape: tuple[int, int], gpu: Gpu | None) -> dict[RowConfig, str]:
+    """Return the launches worth a try beside `forward_config`'s; arguments as there."""
+    rows, width = shape
+    if gpu is None:
+        return {}
+    if width > MAX_BLOCK:
+        wide = product((4096, 8192, MAX_BLOCK), (8, 16, 32), (1, 2, 3))
+        return dict.fromkeys((RowConfig(1, *each, rows) for each in wide), "")
+    found, block_n = {}, triton.next_power_of_2(width)
+    for tile, per_thread in product((1024, 2048, 4096, 8192, 16384), (8, 16, 32, 64)):
+        block_m = max(1, tile // block_n)
+        num_warps = block_m * block_n // (32 * per_thread)
+        if 1 <= num_warps <= 32:
+            programs = triton.cdiv(rows, block_m)
+            found[RowConfig(block_m, block_n, num_warps, 1, programs)] = ""
+    return found
+
+
+def backward_candidates(
+    shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None, num_sums: int = 1
+) -> dict[RowConfig, str]:
+    """Return the launches worth a try beside `backward_config`'s; arguments as there."""
+    if gpu is None:
+        return {}
+    found: dict[RowConfig, str] = {}
+    rule = backward_config(shape, dtype, gpu, num_sums)
+    if rule.block_n < shape[1]:
+        tiles = [(1, block_n) for block_n in (1024, 2048, 4096)]
+    else:
+        sizes = (rule.block_m // 2, rule.block_m, 2 * rule.block_m)
+        tiles = [(block_m, rule.block_n) for block_m in sizes if block_m]
+    for (block_m, block_n), per_thread, stages, warps_per_sm in product(
+        tiles, (8, 16, 32), (1, 2, 3), (16, 32)
+    ):
+        num_warps = block_m * block_n // (32 * per_thread)
+        if 1 <= num_warps <= 32:
+            tile = RowConfig(block_m, block_n, num_warps, stages, 0)
+            needed = 4096 + (stages - 1) * _stage_bytes(block_m, block_n, dtype)
+            allowed = gpu.shared_bytes_per_block
+            reason = f"{needed} bytes of shared memory, a block has {allowed}"
+            found.setdefault(
+                _with_programs(tile, shape, dtype, gpu, warps_per_sm),
+                reason if needed > allowed else "",
+            )
+    return found
 
 
 def _block_m(rows: int, block_n: int, gpu: Gpu | None) -> int:

@@ -142,7 +142,7 @@ def jit(
     return Kernel(function, **options)
 
 
-def compile_for(build: KernelBuild, arch: str) -> MachineCode:
+def compile_for(build: KernelBuild, arch: str, is_strict: bool = True) -> MachineCode:
     """Compile a kernel for an arch, without a GPU, and read its machine code.
 
     Pointers count as aligned to 16 bytes, as torch allocates them; "i64:16" in the signature says
@@ -153,6 +153,7 @@ def compile_for(build: KernelBuild, arch: str) -> MachineCode:
         build: kernel, signature, constants and launch options.
         arch: "sm_75" to "sm_121"; a letter behind it ("sm_90a") is accepted: Triton always
             compiles for the arch's own features where there are any.
+        is_strict: refuse on sm_75 what the arch lacks; False is for a look at what becomes of it.
 
     Returns:
         Resources, instruction counts, cubin and PTX.
@@ -170,14 +171,18 @@ def compile_for(build: KernelBuild, arch: str) -> MachineCode:
         )
     capability = machine_code.capability_of(arch)
     types = _argument_types(build)
-    if capability == 75:
+    refuses = is_strict and capability == 75
+    if refuses:
         _refuse_on_turing(build, build.uses_tensor_cores, any("bf16" in t for t in types.values()))
     with interpreter.lock:  # nothing compiles while `tl` is patched
         entry = _cache_entry(build, types, arch)
         if (content := compile_cache.load(entry)) is not None:
-            return _from_json(content)
-        code = _compile(build, types, capability, arch)
-        compile_cache.store(entry, _to_json(code))
+            code = _from_json(content)
+        else:
+            code = _compile(build, types, capability, arch)
+            compile_cache.store(entry, _to_json(code))
+    if refuses:
+        _refuse_on_turing(build, code.has_dot, "bf16" in code.ttir)
     return code
 
 
@@ -243,9 +248,6 @@ def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: s
                 "enable_fp_fusion": True,
             },
         )
-    if capability == 75:
-        ir = compiled.asm["ttir"]
-        _refuse_on_turing(build, "tt.dot" in ir, "bf16" in ir)
     return machine_code.read(
         compiled.asm["cubin"],
         log.getvalue(),
@@ -253,6 +255,7 @@ def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: s
         arch=arch,
         dynamic_shared_bytes=compiled.metadata.shared,
         ptx=compiled.asm["ptx"],
+        ttir=compiled.asm["ttir"],
     )
 
 

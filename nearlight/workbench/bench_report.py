@@ -9,9 +9,10 @@ from typing import Any
 from nearlight.core import timing
 from nearlight.core.hardware import Gpu
 from nearlight.core.op import Op
-from nearlight.core.report import Report
+from nearlight.core.report import Proof, Report
 
 OURS, COPY = "nearlight", "copy"
+HOW = "results held to the reference, before the timing and after it on new values"
 
 Row = dict[str, Any]
 
@@ -29,6 +30,8 @@ def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str]) ->
         if ratios and name != COPY:
             lost = sum(ratio < 1 for ratio in ratios)
             parts.append(f"{statistics.median(ratios):.2f} × {name} (slower in {lost})")
+    if num_beyond := sum("more extra bytes" in row["check"] for row in ours):
+        parts.append(f"more extra bytes than declared in {num_beyond}")
     if unproved:
         parts.append(f"{len(unproved)} of {len(ours)} without a speed: {unproved[0]['check']}")
     return Report(
@@ -38,8 +41,9 @@ def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str]) ->
         gpu=gpu.key,
         setup="inputs rotated, caches flushed above "
         f"{timing.GRAPH_BELOW_US:.0f} µs (below: graph replay), interleaved, medians; "
-        "ratio = peer's time ÷ ours",
+        "ratio = peer's time ÷ ours, with ! where the peer's results are wrong",
         versions=versions,
+        proof=Proof(bool(ours) and not unproved, (), HOW),
         rows=rows,
         next=f"next: nearlight check {op.name}",
     )

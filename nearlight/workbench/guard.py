@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+
+from nearlight.core.interpreter import builder
 
 # Wider than the tail of the widest tile, so that a missing mask does not reach the heap.
 GUARD_BYTES = 1 << 18
@@ -53,9 +56,10 @@ class _Zone:
 
 @dataclass
 class Guard:
-    """The zones handed out so far."""
+    """The zones handed out so far, and what an interpreted kernel was seen to read in them."""
 
     zones: list[_Zone] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
 
     def place(self, tensor: torch.Tensor, label: str, keep: bool = True) -> torch.Tensor:
         """Return a tensor of the same shape, strides and dtype between two guard zones.
@@ -84,6 +88,23 @@ class Guard:
     def broken(self) -> list[str]:
         """Say of each zone that was written where, nothing where all are whole."""
         return [text for zone in self.zones if (text := zone.broken())]
+
+    def note_load(self, addresses: np.ndarray[Any, Any]) -> None:
+        """Note a load that reads a guard zone: no value tells, where the result drops it."""
+        if not addresses.size or self.reads:
+            return
+        low, high = int(addresses.min()), int(addresses.max())
+        for zone in self.zones:
+            start = zone.raw.data_ptr() + GUARD_BYTES
+            end = start + zone.num_bytes
+            if low < start + zone.num_bytes + GUARD_BYTES and high >= start - GUARD_BYTES:
+                past = addresses[(addresses >= end) & (addresses < end + GUARD_BYTES)]
+                before = addresses[(addresses < start) & (addresses >= start - GUARD_BYTES)]
+                if past.size:
+                    self.reads.append(f"{int(past[0]) - end} bytes past the end of {zone.label}")
+                elif before.size:
+                    distance = start - int(before[-1])
+                    self.reads.append(f"{distance} bytes before the start of {zone.label}")
 
 
 @contextmanager
@@ -114,6 +135,7 @@ def guarded() -> Iterator[Guard]:
             for name in names:
                 wrapper = wrap(getattr(owner, name), keep)
                 stack.enter_context(mock.patch.object(owner, name, wrapper))
+        stack.enter_context(mock.patch.object(builder, "on_load", guard.note_load))
         yield guard
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,9 @@ from nearlight.workbench.trial import Trial, kernels, launches, make_inputs, mak
 MAX_DERIVED_SIZE = 1 << 16
 # Dimensions beyond this break kernels of their own kind; shapes looks after them.
 WIDE = 1 << 16
+
+# What was done, said inside a block of `remarked`.
+_remarks: ContextVar[list[str] | None] = ContextVar("remarks", default=None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,34 @@ class Property:
 
 class NotApplicable(Exception):  # not an error: one of the three answers
     """The property says nothing about this op, for the reason given."""
+
+
+@contextmanager
+def remarked() -> Iterator[list[str]]:
+    """Collect what properties say of their trials inside the block, for the rows of a report."""
+    said: list[str] = []
+    token = _remarks.set(said)
+    try:
+        yield said
+    finally:
+        _remarks.reset(token)
+
+
+def remark(text: str) -> None:
+    """Say what a trial did or found; stands once in the row of a property that is passed."""
+    said = _remarks.get()
+    if said is not None and text not in said:
+        said.append(text)
+
+
+def plural(number: int, noun: str) -> str:
+    """Return "1 kernel" or "2 kernels"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def any_case(op: Op) -> Case:
+    """Return the smallest check case, for a trial that makes no input."""
+    return min(op.check_cases, key=case_size)
 
 
 def case_size(case: Case) -> int:

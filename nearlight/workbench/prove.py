@@ -8,85 +8,102 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import signal
-import subprocess
 import sys
-import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nearlight.core.builds import check_budget, compile_build
+from nearlight.core.builds import compile_build
+from nearlight.core.errors import BadInput, MissingPart, one_line
 from nearlight.core.op import Op
-from nearlight.core.report import write_aside
-from nearlight.core.versions import versions
+from nearlight.core.report import Report
 from nearlight.workbench import record
-from nearlight.workbench.check import check, load_op
-
-# sm_75 is compiled where an op has a build for it; an op may refuse it.
-ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-MAY_BE_REFUSED = "sm_75"
-TIMEOUT_S = 900
+from nearlight.workbench.apart import check_apart, prove_apart
+from nearlight.workbench.check import check, load_op, require_device
+from nearlight.workbench.check_report import broken
+from nearlight.workbench.verdict import home_of
 
 
-def prove(op: Op, arches: Sequence[str] = ARCHES) -> dict[str, Any]:
-    """Run the full check of an op and compile its kernels; return the record.
+def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> None:
+    """Raise AssertionError unless an op is proved as its source stands now.
 
-    Args:
-        op: the record of an op.
-        arches: for which its `builds` are compiled and held to their budgets.
-
-    Returns:
-        What `nearlight/data/proofs/<op>.json` holds: sources, properties, machine code, versions
-        and the verdict `passed`.
-    """
-    report = check(op, progress=lambda line: print(line, flush=True))
-    assert report.proof is not None
-    properties = [
-        {name: row[name] for name in ("number", "property", "status", "num_trials", "reason")}
-        | ({"reproduce": row["reproduce"]} if "reproduce" in row else {})
-        for row in report.rows
-    ]
-    code = {arch: _machine_code(op, arch) for arch in arches}
-    violations = [line for found in code.values() for line in found["violations"]]
-    return {
-        "schema": record.SCHEMA,
-        "op": op.name,
-        "passed": report.proof.passed and not violations,
-        "method": report.proof.method,
-        "sources": record.sources(op),
-        "properties": properties,
-        "machine_code": code,
-        "versions": versions(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-
-
-def assert_proved(op: str | Op, folder: Path = record.FOLDER) -> None:
-    """Raise AssertionError unless the recorded proof of an op passed and still holds.
+    For an op of nearlight the recorded proof has to hold. An op of your own is proved here, in a
+    process of its own where a file defines it, and not again before its source or a version
+    changes: the record of a passed check lies in the folder `.nearlight/proofs` beside its file.
 
     Args:
         op: name of an op, `file.py`, `file.py:NAME`, or the record itself.
-        folder: where the records lie.
+        quick: be content with the quick check for an op of your own.
+        device: "cpu" or "cuda", where an op of your own is proved.
+
+    Raises:
+        AssertionError: how each failed property is broken, with the line that shows it again.
+        BadInput: no such op, or a file that does not import.
+        MissingPart: the device is cuda and there is no GPU.
 
     Example:
-        >>> from nearlight.workbench.prove import assert_proved
-        >>> assert_proved("rms_norm")  # doctest: +SKIP
+        >>> import nearlight
+        >>> nearlight.assert_proved("rms_norm")  # doctest: +SKIP
+        >>> nearlight.assert_proved("my_op.py", quick=True)  # doctest: +SKIP
     """
-    found = load_op(op) if isinstance(op, str) else op
-    if reason := record.stale(found, folder):
-        raise AssertionError(f"{found.name}: {reason}; run `make prove`")
+    source = op if isinstance(op, str) else home_of(op)
+    file = record.file_of(source)
+    if source and file is None:
+        found = load_op(source)
+        if reason := record.stale(found):
+            raise AssertionError(f"{found.name}: {reason}; run `make prove`")
+        return
+    if file is None:
+        assert isinstance(op, Op)
+        _require_holds(check(op, quick, device))
+        return
+    if not file.is_file():
+        raise BadInput(f"no file {file}")
+    require_device(device)
+    path = record.beside(source)
+    if not record.outdated(path, record.file_sources(file), quick, device):
+        return
+    report = check_apart(source, quick, device)
+    _require_holds(report)
+    kept = _record(report, record.file_sources(file), {}, device)
+    try:
+        record.write(kept, path)
+    except OSError as error:
+        warnings.warn(f"the proof is not kept: {one_line(error)}", stacklevel=2)
+
+
+def _require_holds(report: Report) -> None:
+    if lines := broken(report):
+        raise AssertionError("\n".join((report.answer, *lines)))
+
+
+def _record(
+    report: Report, sources: Mapping[str, str], code: Mapping[str, Any], device: str
+) -> dict[str, Any]:
+    """Return what is kept of a check: sources, properties, machine code, versions, verdict."""
+    assert report.proof is not None
+    kept = ("number", "property", "status", "num_trials", "reason", "reproduce")
+    return {
+        "schema": record.SCHEMA,
+        "op": report.target,
+        "passed": report.proof.passed,
+        "method": report.proof.method,
+        "device": device,
+        "sources": sources,
+        "properties": [{k: row[k] for k in kept if k in row} for row in report.rows],
+        "machine_code": code,
+        "versions": report.versions,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def prove_all(
     names: Sequence[str], jobs: int = 2, folder: Path | None = record.FOLDER
 ) -> dict[str, str]:
     """Prove several ops, each in a process of its own; return what failed, by name.
-
-    A process of its own, because a kernel that writes far outside its tensors ends it.
 
     Args:
         names: what `load_op` takes.
@@ -115,12 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", help="names of ops, or file.py:NAME; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--due", action="store_true", help="changed ops and two drawn by date")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.one is not None:
-        found = prove(load_op(options.ops[0]))
-        write_aside(options.one, json.dumps(found, allow_nan=False))
-        return 0
     from nearlight.ops import OPS
 
     names = options.ops or list(OPS)
@@ -137,48 +149,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_child(name: str) -> dict[str, Any] | str:
-    """Prove one op in a child process; return its record, or how the process ended."""
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch) / "record.json"
-        command = [sys.executable, "-m", "nearlight.workbench.prove", name, "--one", str(output)]
-        try:
-            child = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return f"not done after {TIMEOUT_S} s"
-        if child.returncode < 0:
-            last = (child.stdout.strip() or "nothing was proved yet").splitlines()[-1]
-            return f"ended by {signal.Signals(-child.returncode).name} after: {last}"
-        if child.returncode or not output.is_file():
-            return (child.stderr.strip() or f"exit code {child.returncode}").splitlines()[-1]
-        found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return found
-
-
-def _machine_code(op: Op, arch: str) -> dict[str, Any]:
-    """Compile an op's kernels for an arch; return their resources and broken budgets."""
-    kernels, violations = [], []
+    """Prove one op in a child process; return its record, or why there is none."""
     try:
-        for build in op.builds(arch):
-            code = compile_build(build, arch)
-            violations += check_budget(build, code)
-            kernels.append(
-                {
-                    "kernel": code.name,
-                    "constants": {name: str(value) for name, value in build.constants.items()},
-                    "registers": code.registers,
-                    "spill_bytes": code.spill_store_bytes + code.spill_load_bytes,
-                    "shared_bytes": code.shared_bytes,
-                    "matrix_instructions": code.matrix_instructions,
-                }
-            )
+        found = prove_apart(name, lambda line: print(line, flush=True))
+    except (BadInput, MissingPart) as error:
+        return str(error)
+    return _record(found.report, found.sources, found.machine_code, "cpu")
+
+
+def machine_code(op: Op, arch: str) -> dict[str, Any]:
+    """Return what an op's kernels take on an arch, for its record; budgets are property 12's."""
+    try:
+        codes = [(build, compile_build(build, arch)) for build in op.builds(arch)]
     except ValueError as error:
-        if arch != MAY_BE_REFUSED:
-            violations.append(f"{op.name} does not compile for {arch}: {error}")
-        else:
-            return {"refused": str(error), "kernels": [], "violations": []}
-    return {"kernels": kernels, "violations": violations}
+        return {"refused": str(error), "kernels": []}
+    kernels = [
+        {
+            "kernel": code.name,
+            "constants": {name: str(value) for name, value in build.constants.items()},
+            "registers": code.registers,
+            "spill_bytes": code.spill_bytes,
+            "shared_bytes": code.shared_bytes,
+            "matrix_instructions": code.matrix_instructions,
+        }
+        for build, code in codes
+    ]
+    return {"kernels": kernels}
 
 
 def _reasons(found: Mapping[str, Any]) -> str:
@@ -188,10 +184,9 @@ def _reasons(found: Mapping[str, Any]) -> str:
         for row in found["properties"]
         if row["status"] == "failed"
     ]
-    over = [line for code in found["machine_code"].values() for line in code["violations"]]
-    if not broken and not over and not found["passed"]:
+    if not broken and not found["passed"]:
         broken = ["no property could be judged"]
-    return " | ".join(broken + over)
+    return " | ".join(broken)
 
 
 if __name__ == "__main__":

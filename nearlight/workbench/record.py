@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from typing import Any
 import nearlight
 from nearlight.core.op import Op
 from nearlight.core.report import write_aside
+from nearlight.core.versions import versions
 from nearlight.workbench.properties import PROPERTIES
+from nearlight.workbench.verdict import source_of
 
 SCHEMA = 1
 PACKAGE = Path(nearlight.__file__).parent
@@ -30,8 +31,12 @@ def sources(op: Op) -> dict[str, str]:
     Own are: the op's file or folder, what it imports from other ops, a `.cu` file beside it, and
     the headers of nearlight these include. `core/` is not: when it changes, all is proved again.
     """
-    digests = {_label(file): _digest(file) for file in _closure(_own_files(op))}
-    return dict(sorted(digests.items()))
+    files = _own_files(op)
+    return _digests(files, files[0].parent)
+
+
+def _digests(files: Sequence[Path], home: Path) -> dict[str, str]:
+    return dict(sorted((_label(file, home), _digest(file)) for file in _closure(files)))
 
 
 def path_of(name: str, folder: Path = FOLDER) -> Path:
@@ -46,9 +51,49 @@ def load(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
 
 
 def save(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Write the record of an op."""
+    write(record, path_of(record["op"], folder))
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
     """Write a record; aside first, then renamed."""
-    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    write_aside(path_of(record["op"], folder), text + "\n")
+    write_aside(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def file_of(source: str) -> Path | None:
+    """Return the file of "my_op.py" or "my_op.py:NAME"; None for the name of an op."""
+    path, _, attribute = source.partition(".py:")
+    if not attribute and not source.endswith(".py"):
+        return None
+    return Path(path.removesuffix(".py") + ".py").resolve()
+
+
+def beside(source: str) -> Path:
+    """Return where the record of a user's op lies: beside "my_op.py", by file and name."""
+    file = file_of(source)
+    assert file is not None
+    attribute = source.partition(".py:")[2] or "OP"
+    return file.parent / ".nearlight" / "proofs" / f"{file.stem}.{attribute}.json"
+
+
+def file_sources(file: Path) -> dict[str, str]:
+    """Return the sha256 of a user's file, of what it imports from beside it and of its `.cu`."""
+    return _digests(_with_neighbours(file, is_package=False), file.parent)
+
+
+def outdated(path: Path, now: Mapping[str, str], quick: bool, device: str) -> str:
+    """Say why a user's op has to be proved again, or return "" where its record still holds."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["device"] != device:
+            return f"it was proved on {record['device']}, this is {device}"
+        then = record["versions"]
+        for name, version in versions(on_gpu=device != "cpu").items():
+            if name not in ("date", "commit") and then.get(name) != version:
+                return f"{name} was {then.get(name)} and is {version}"
+        return _outdated(record, now, quick)
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it has no record that can be read"
 
 
 def stale(op: Op, folder: Path = FOLDER) -> str:
@@ -56,14 +101,19 @@ def stale(op: Op, folder: Path = FOLDER) -> str:
     record = load(op.name, folder)
     if record is None:
         return "it was never proved"
+    return _outdated(record, sources(op), quick=False)
+
+
+def _outdated(record: Mapping[str, Any], now: Mapping[str, str], quick: bool) -> str:
     if record.get("schema") != SCHEMA:
         return f"its record has schema {record.get('schema')}, this is {SCHEMA}"
-    now, then = sources(op), record["sources"]
+    then = record["sources"]
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if changed:
         return f"{', '.join(sorted(changed))} differs from what was proved"
     proved = {row["property"] for row in record["properties"]}
-    missing = [prop.name for prop in PROPERTIES if prop.name not in proved]
+    wanted = [prop.name for prop in PROPERTIES if prop.in_quick or not quick]
+    missing = [name for name in wanted if name not in proved]
     if missing:
         return f"{', '.join(missing)} was never proved"
     return "" if record["passed"] else "its last proof failed"
@@ -90,15 +140,13 @@ def due(ops: Mapping[str, Op], folder: Path = FOLDER) -> dict[str, str]:
 
 
 def _own_files(op: Op) -> list[Path]:
-    spec = None
-    if op.reference.__module__.startswith("nearlight.ops."):
-        spec = importlib.util.find_spec(".".join(op.reference.__module__.split(".")[:3]))
-    if spec is not None and spec.origin is not None:
-        return _with_neighbours(Path(spec.origin), is_package=bool(spec.submodule_search_locations))
-    file = getattr(sys.modules[op.reference.__module__], "__file__", None)
-    if file is None:
+    source = source_of(op)
+    if (file := file_of(source)) is not None:
+        return _with_neighbours(file, is_package=False)
+    spec = importlib.util.find_spec(f"nearlight.ops.{source}")
+    if spec is None or spec.origin is None:
         raise ValueError(f"{op.name}: its reference is defined in no file, so nothing can be kept")
-    return _with_neighbours(Path(file), is_package=False)
+    return _with_neighbours(Path(spec.origin), is_package=bool(spec.submodule_search_locations))
 
 
 def _with_neighbours(file: Path, is_package: bool) -> list[Path]:
@@ -121,18 +169,25 @@ def _closure(files: Sequence[Path]) -> set[Path]:
 
 
 def _imported(file: Path) -> Iterator[Path]:
-    """Yield the files of other ops that a Python file imports."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names = []
+    """Yield the files of other ops and those beside it that a Python file imports or names."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # it imports nothing, and its own digest stands for it
+    for node in ast.walk(tree):
+        names, folder = [], file.parent
+        if isinstance(node, ast.Constant) and str(node.value).endswith((".cu", ".cuh")):
+            yield from filter(Path.is_file, [folder / str(node.value)])
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            if not name.startswith("nearlight.ops."):
-                continue
-            base = PACKAGE.parent.joinpath(*name.split("."))
-            for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+        elif isinstance(node, ast.ImportFrom):
+            folder = [file, *file.parents][node.level] if node.level else folder
+            base = f"{node.module}." if node.module else ""
+            names = [base.removesuffix("."), *(base + alias.name for alias in node.names)]
+        for name in filter(None, names):
+            root = PACKAGE.parent if name.startswith("nearlight.ops.") else folder
+            base_path = root.joinpath(*name.split("."))
+            for candidate in (base_path.with_suffix(".py"), base_path / "__init__.py"):
                 if candidate.is_file():
                     yield candidate
 
@@ -146,9 +201,9 @@ def _included(file: Path) -> Iterator[Path]:
                 break
 
 
-def _label(file: Path) -> str:
-    is_ours = file.is_relative_to(PACKAGE)
-    return file.relative_to(PACKAGE.parent).as_posix() if is_ours else file.name
+def _label(file: Path, home: Path) -> str:
+    root = PACKAGE.parent if file.is_relative_to(PACKAGE) else home
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
 
 
 def _digest(file: Path) -> str:

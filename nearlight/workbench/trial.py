@@ -6,13 +6,14 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from nearlight.core import backend
+from nearlight.core import backend, cuda
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.core.triton import Kernel
 from nearlight.workbench import guard, layouts
@@ -271,11 +272,30 @@ def kernels() -> Iterator[guard.Guard]:
         yield zones
 
 
+class Launches(list[tuple[str, Mapping[str, Any]]]):
+    """Every kernel launched: its name and its sizes known at compile time.
+
+    Attributes:
+        not_run: what CUDA C++ on CPU tensors answered where nothing emulates it; else "".
+    """
+
+    not_run: str = ""
+
+
+_noted: ContextVar[Launches | None] = ContextVar("noted", default=None)
+
+
+def note_elsewhere(kernels: Sequence[str]) -> None:
+    """Add kernels that another process launched to those noted here."""
+    if (seen := _noted.get()) is not None:
+        seen += [(name, {}) for name in kernels]
+
+
 @contextmanager
-def launches() -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
-    """Note every kernel launched inside the block: its name and its compile-time constants."""
-    seen: list[tuple[str, Mapping[str, Any]]] = []
-    start = Kernel._start
+def launches() -> Iterator[Launches]:
+    """Note every kernel launched inside the block, Triton's and CUDA C++, also where it fails."""
+    seen = Launches()
+    start, call = Kernel._start, cuda._Launcher.__call__
 
     def note(
         self: Kernel, grid: Any, warmup: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -288,5 +308,22 @@ def launches() -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
         seen.append((self.fn.__name__, constants))
         return start(self, grid, warmup, args, kwargs)
 
-    with mock.patch.object(Kernel, "_start", note):
-        yield seen
+    def note_cuda(self: cuda._Launcher, *args: Any) -> None:
+        sizes = dict(zip(("BLOCK_X", "BLOCK_Y", "BLOCK_Z"), self.block, strict=True))
+        sizes |= {name: int(text) for name, text in self.kernel.defines if text.isdecimal()}
+        seen.append((self.kernel.name, sizes))
+        try:
+            call(self, *args)
+        except cuda.NoEmulator as error:
+            seen.not_run = str(error)
+            raise
+
+    with (
+        mock.patch.object(Kernel, "_start", note),
+        mock.patch.object(cuda._Launcher, "__call__", note_cuda),
+    ):
+        token = _noted.set(seen)
+        try:
+            yield seen
+        finally:
+            _noted.reset(token)

@@ -29,6 +29,16 @@ def test_force_is_undone_after_an_error():
     assert not backend.use_triton("auto", CPU)
 
 
+def test_an_op_in_cuda_cpp_is_asked_for_by_its_own_name_and_forced_like_any_other():
+    assert backend.use_cuda("cuda", CPU)
+    assert not backend.use_cuda("auto", CPU)
+    with backend.force("triton"):
+        assert backend.use_cuda("auto", CPU)
+        assert not backend.use_cuda("reference", CPU)
+    with pytest.raises(ValueError, match="'triton': allowed are auto, cuda, reference"):
+        backend.use_cuda("triton", CPU)
+
+
 def test_an_unknown_backend_names_the_allowed():
     for call in (backend.use_triton, backend.choose):
         with pytest.raises(ValueError, match="auto, triton, reference"):

@@ -29,6 +29,7 @@ def test_a_cuda_kernel_is_compiled_for_an_arch_with_its_own_features(arch):
     code = compile_build(build, arch)
     assert code.arch == arch and 0 < code.registers <= 64
     assert code.shared_bytes >= 1024 and code.count("LDG") > 0
+    assert f".entry {code.name}(" in code.ptx and ".loc" in code.ptx
     assert check_budget(build, code) == []
 
 

@@ -1,6 +1,7 @@
 import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,30 @@ def test_a_loaded_kernel_keeps_the_parameters_it_was_compiled_with(cache, tmp_pa
         ("f", np.float32),
         ("f", np.float64),
     ]
+
+
+def test_every_thread_binds_its_own_context_once(monkeypatch):
+    """A thread of autograd's has no context until somebody binds one."""
+    bound = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def set_current(self):
+            bound.append((threading.current_thread().name, self.index))
+
+    monkeypatch.setattr("cuda.core.Device", Device)
+
+    def launch_twice():
+        assert cuda._context(7) is cuda._context(7)
+        cuda._context(8)
+
+    for name in ("a", "b"):
+        thread = threading.Thread(target=launch_twice, name=name)
+        thread.start()
+        thread.join()
+    assert bound == [("a", 7), ("a", 8), ("b", 7), ("b", 8)]
 
 
 class _FakeContext:

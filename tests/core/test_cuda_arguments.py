@@ -21,6 +21,18 @@ def test_parameters_are_read_from_the_source():
     assert [p.type for p in Kernel(ROW_SUM, "fill").parameters] == ["int", "int", "unsigned"]
 
 
+def test_kernels_are_found_and_templates_told_from_the_rest():
+    source = """
+    __global__ void declared(int n);
+    // __global__ void commented() {}
+    extern "C" __global__ void __launch_bounds__(32 * (4 + 4), 2) bounded(float* x) {}
+    template <typename T, int N> static __global__ void templated(T* x) { f<<<1, 1>>>(x); }
+    __global__ __launch_bounds__(THREADS) void last() {}
+    """
+    assert cuda_arguments.kernels(source) == {"bounded": False, "templated": True, "last": False}
+    assert cuda_arguments.kernels("__device__ int f() { return 1; }") == {}
+
+
 def test_comments_and_nested_templates_do_not_confuse_the_parameters():
     source = """
     // __global__ void f(int wrong);

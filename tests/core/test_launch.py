@@ -30,7 +30,8 @@ def test_launch_gpu_of_a_card_the_table_lacks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(launch, "_gpus", {})
     gpu = launch_gpu(torch.device("cuda", 0))
-    assert (gpu.key, gpu.num_sms) == ("h200", 77)
+    assert (gpu.key, gpu.num_sms) == ("NVIDIA Thing 1", 77)
+    assert gpu.l2_bytes == find_gpu("h200").l2_bytes
 
 
 def test_gpu_of_an_arch():

@@ -63,8 +63,8 @@ def compiled(cubin):
 def test_log_of_several_kernels():
     found = machine_code.parse_log(LOG)
     assert found == {
-        "first": machine_code.Resources(64, 10992, 16416, 15772, 0),
-        "second": machine_code.Resources(158, 0, 0, 0, 1040),
+        "first": machine_code.Resources(64, 10992, 16416, 15772, 0, 1),
+        "second": machine_code.Resources(158, 0, 0, 0, 1040, 1),
     }
 
 
@@ -89,6 +89,22 @@ def test_shared_memory_and_counts(compiled):
     assert (code.count("STS"), code.count("LDS"), code.count("BAR")) == (1, 1, 1)
     assert code.count("NOP") == code.matrix_instructions == code.stack_bytes == 0
     assert sum(code.instructions.values()) > 8
+    assert code.num_barriers == 1
+
+
+def test_threads_of_a_block_are_read_from_the_cubin(compiled, cubin):
+    assert compiled("spills").num_threads == 1024
+    assert compiled("shares").num_threads == 0
+    assert machine_code.num_threads(cubin.code, "nothing") == 0
+
+
+def test_widths_of_accesses():
+    opcodes = {"LDG.E.128": 1, "LDG.E.SYS": 2, "LDG.E.U8": 4, "LDG.E.ENL2.256": 1, "LDS.128": 9,
+               "LDGSTS.E.BYPASS.LTC128B.64": 3, "STG.E.U16": 1}  # fmt: skip
+    code = machine_code.MachineCode("k", "sm_90", 1, 0, 0, 0, 0, opcodes, b"")
+    assert code.widths(machine_code.GLOBAL_LOADS) == {256: 1, 128: 1, 64: 3, 32: 2, 8: 4}
+    assert list(code.widths(machine_code.GLOBAL_LOADS)) == [256, 128, 64, 32, 8]
+    assert code.widths(machine_code.GLOBAL_STORES) == {16: 1}
 
 
 def test_unknown_kernel_and_broken_cubin_are_named(cubin):
@@ -145,4 +161,6 @@ def test_matrix_instructions_of_every_generation():
     ]
     code = machine_code.MachineCode("k", "sm_90", 1, 0, 0, 0, 0, dict.fromkeys(opcodes, 2), b"")
     assert code.matrix_instructions == 10
+    assert code.matrix_units == ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "QMMA")
+    assert code.count("HMMA", "IMMA") == 4
     assert code.count("HMMA") == 2 and code.count("LDG") == 0

@@ -174,6 +174,19 @@ def test_a_fault_far_beyond_the_limit_fails_at_once():
     assert draws.asked == []
 
 
+def test_noise_that_remains_where_all_rows_cancel_is_drawn_again():
+    generator = torch.Generator().manual_seed(3)
+
+    def judged(error):
+        truth, plain, ours = (torch.randn(4, 8, generator=generator).double() for _ in range(3))
+        return {"a": numerics.judge(1e-8 * error * ours, 1e-8 * plain, 1e-17 * truth)}
+
+    first = judged(5000.0)
+    assert first["a"].share > numerics.BEYOND_LUCK
+    assert numerics.redraw(first, lambda _: judged(1.0))["a"].passed
+    assert not numerics.redraw(first, lambda _: judged(5.0))["a"].passed
+
+
 @pytest.mark.parametrize(("available", "taken"), [(0, 0), (1, 1), (2, 1), (7, 7), (8, 7)])
 def test_an_odd_number_of_draws_is_taken(available, taken):
     draws = Draws(0.5)

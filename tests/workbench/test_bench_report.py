@@ -14,4 +14,5 @@ def test_the_answer_counts_what_was_lost():
     assert "share of the limit 0.50 to 0.50" in report.answer
     assert "1.40 × torch (slower in 1)" in report.answer
     assert "1 of 2 without a speed: wrong: output" in report.answer
+    assert report.proof is not None and not report.proof.passed
     assert report.next == "next: nearlight check rms_norm"

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nearlight.core.errors import MissingPart
+from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.op import Case
 from nearlight.core.versions import versions
-from nearlight.workbench.check import _prove, check, load_op, reproduce
+from nearlight.workbench.check import ON_REQUEST, check, chosen, each_row, load_op, reproduce
 from nearlight.workbench.properties import PROPERTIES
-from nearlight.workbench.property import Property
-from nearlight.workbench.trial import Trial
 
 TWINS = Path(__file__).with_name("twins.py")
 
@@ -31,15 +29,9 @@ def test_the_sound_op_has_every_property():
     assert report.proof.passed, report.rows
     assert [row["property"] for row in report.rows] == [prop.name for prop in PROPERTIES]
     judged = [row for row in report.rows if row["status"] == "passed"]
-    assert {row["property"] for row in judged} >= {
-        "values",
-        "layouts",
-        "shapes",
-        "lifecycle",
-        "extremes",
-        "poison",
-    }
-    assert all(row["num_trials"] > 3 for row in judged)
+    num_trials = {row["property"]: row["num_trials"] for row in judged}
+    for name in ("values", "layouts", "shapes", "lifecycle", "extremes", "poison"):
+        assert num_trials[name] > 3
     assert report.answer == f"scale (sound): {len(judged)} of {len(judged)} properties hold"
     assert "_scale_fwd_kernel" in report.setup
 
@@ -106,24 +98,32 @@ def test_a_device_that_is_not_there_is_a_missing_part():
         reproduce(str(TWINS), "values", {"rows": 3, "columns": 5}, torch.float32, device="cuda:1")
 
 
-def test_a_row_on_few_cases_names_them():
-    op = twin("")
-    cases = [
-        Case("long", {"rows": 3, "columns": 5}, torch.bfloat16, {"casting": "llama"}),
-        Case("wide", {"rows": 1, "columns": 70}, torch.float32),
-    ]
+def test_a_file_that_does_not_import_is_bad_input_at_its_line(tmp_path: Path):
+    file = tmp_path / "broken.py"
+    for text, complaint in (
+        ("x = 1\nx = = 2\n", r"broken\.py:2: SyntaxError: invalid syntax"),
+        ("import math\n\nmath.sqrt(-1)\n", r"broken\.py:3: ValueError: math domain error"),
+        ("raise SystemExit('no GPU')\n", r"broken\.py:1: SystemExit: no GPU"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(BadInput, match=complaint):
+            load_op(str(file))
 
-    def row_of(cases):
-        found = Property(4, "size", "", lambda *_: map(Trial, cases), lambda *_: "")
-        return _prove(found, op, False, "cpu")
 
-    row = row_of([*cases, cases[0]])
-    assert row.reason == (
-        "on rows 3 × columns 5 in bfloat16, casting=llama; rows 1 × columns 70 in float32"
-    )
-    assert row.num_trials == 3
-    many = [Case("", {"rows": n, "columns": 2}, torch.float32) for n in range(1, 6)]
-    assert row_of(many).reason == ""
+def test_the_sanitizer_runs_where_it_is_asked_for():
+    assert chosen(None, sanitize=True) == chosen(None) == list(PROPERTIES)
+    assert ON_REQUEST not in {prop.name for prop in chosen(None, quick=True)}
+    assert ON_REQUEST in {prop.name for prop in chosen(None, quick=True, sanitize=True)}
+
+    def reason(only, sanitize):
+        prop = next(prop for prop in PROPERTIES if prop.name == ON_REQUEST)
+        (row,) = each_row(twin(""), [prop], False, "cpu", only, sanitize)
+        assert row.status == "not applicable"
+        return row.reason
+
+    assert reason(None, False) == "--sanitize runs it"
+    # Chosen: what it says now is its own answer on a CPU.
+    assert "on a GPU" in reason(None, True) and "on a GPU" in reason([ON_REQUEST], False)
 
 
 def test_a_report_can_be_written_as_json(tmp_path: Path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 
+from nearlight.core.triton import jit
 from nearlight.workbench.guard import Guard, guarded
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -22,6 +24,35 @@ def test_empty_tensors_start_as_nan_or_minus_one_and_others_as_asked():
         assert torch.full((2,), 7.0).tolist() == [7, 7]
         assert x.new_zeros(2).tolist() == [0, 0]
         assert torch.empty(3, requires_grad=True).requires_grad
+
+
+@jit
+def _copy_kernel(x_ptr, y_ptr, N, shift, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at + shift, at < N)
+    tl.store(y_ptr + at, x, at < 5)
+
+
+@pytest.mark.parametrize(
+    ("num_read", "shift", "words"),
+    [
+        (5, 0, ""),
+        (6, 0, "0 bytes past the end of x (5,)"),
+        (5, 3, "0 bytes past the end of x (5,)"),
+        (5, -2, "4 bytes before the start of x (5,)"),
+    ],
+)
+def test_a_read_outside_is_found_though_its_value_is_dropped(num_read, shift, words):
+    with guarded() as zones:
+        x = zones.place(torch.arange(5.0), "x")
+        y = torch.empty(5)
+        _copy_kernel[(1,)](x, y, num_read, shift, BLOCK=8)
+    assert zones.broken() == []
+    assert zones.reads == ([words] if words else [])
+    if not shift:
+        assert y.tolist() == [0, 1, 2, 3, 4]
+    _copy_kernel[(1,)](torch.zeros(8), torch.zeros(8), 8, 0, BLOCK=8)
+    assert len(zones.reads) <= 1  # nothing is watched after the block
 
 
 def test_nothing_stays_patched_after_an_error():

@@ -135,10 +135,3 @@ def test_the_large_cases_of_our_ops_hold_in_small(op: str, case: dict[str, int])
         options = {k: v for k, v in large.options.items() if k != "memory_budget_bytes"}
         small = dataclasses.replace(large, shape=case, dtype=torch.float32, options=options)
         assert size.examine(record, Trial(small), "cpu") == ""
-
-
-def test_size_without_a_gpu_or_a_large_case_says_why_it_says_nothing():
-    rows = {row["property"]: row for row in check(load_op("rms_norm"), only=["size"]).rows}
-    assert rows["size"]["status"] == "not applicable" and "GPU" in rows["size"]["reason"]
-    rows = {row["property"]: row for row in check(twin(""), only=["size"]).rows}
-    assert "no case past" in rows["size"]["reason"]

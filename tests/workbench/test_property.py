@@ -8,7 +8,7 @@ import torch
 
 from nearlight.core.op import Case
 from nearlight.workbench.check import load_op
-from nearlight.workbench.property import cover, resized, tile_edges
+from nearlight.workbench.property import cover, plural, remark, remarked, resized, tile_edges
 
 OP = load_op(str(Path(__file__).with_name("twins.py")))
 CASE = Case("5x33", {"rows": 5, "columns": 33}, torch.float32)
@@ -37,3 +37,12 @@ def test_each_dimension_is_resized_in_turn():
         {"rows": 5, "columns": 7},
         {"rows": 5, "columns": 9},
     ]
+
+
+def test_a_remark_stands_once_and_is_lost_where_nobody_listens():
+    remark("unheard")
+    with remarked() as said:
+        for text in ("one", "two", "one"):
+            remark(text)
+    assert said == ["one", "two"]
+    assert [plural(number, "kernel") for number in (1, 2)] == ["1 kernel", "2 kernels"]

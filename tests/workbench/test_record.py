@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nearlight.core.versions import versions
 from nearlight.workbench import record
 from nearlight.workbench.check import list_ops, load_op
 from nearlight.workbench.properties import PROPERTIES
@@ -37,6 +38,47 @@ def test_sources_hold_the_file_its_device_file_and_the_headers_they_include(own_
         "scale.cuh",
         "scale.py",
     ]
+
+
+def test_sources_of_a_users_file_hold_what_it_imports_and_names_beside_it(tmp_path: Path):
+    (tmp_path / "kernels").mkdir()
+    for name in ("kernels/__init__.py", "kernels/tiles.py", "shared.py", "other.py", "math.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "kernels" / "axpy.cu").write_text("// \n")
+    file = tmp_path / "my_op.py"
+    file.write_text(
+        "import json\nimport shared\nfrom kernels import tiles\nCU = 'kernels/axpy.cu'\n"
+    )
+    assert list(record.file_sources(file)) == [
+        "kernels/__init__.py",
+        "kernels/axpy.cu",
+        "kernels/tiles.py",
+        "my_op.py",
+        "shared.py",
+    ]
+    (tmp_path / "kernels" / "tiles.py").write_text("from . import axpy\nfrom ..other import y\n")
+    assert {"other.py"} <= record.file_sources(file).keys()
+    file.write_text("x = = 3\n")
+    assert list(record.file_sources(file)) == ["my_op.py"]
+
+
+def test_a_users_record_holds_for_its_versions_and_only_if_it_can_be_read(tmp_path: Path):
+    path = record.beside(str(tmp_path / "my_op.py:MINE"))
+    assert path == tmp_path.resolve() / ".nearlight" / "proofs" / "my_op.MINE.json"
+    rows = [{"property": prop.name, "status": "passed"} for prop in PROPERTIES]
+    good = {"schema": record.SCHEMA, "passed": True, "properties": rows, "sources": {"a": "1"}}
+    good |= {"device": "cpu", "versions": versions()}
+    record.write(good, path)
+    assert record.outdated(path, {"a": "1"}, False, "cpu") == ""
+    assert record.outdated(path, {"a": "2"}, False, "cpu") == "a differs from what was proved"
+    record.write({**good, "versions": {**versions(), "torch": "1.0"}}, path)
+    assert record.outdated(path, {"a": "1"}, False, "cpu").startswith("torch was 1.0 and is ")
+    record.write({"device": "cpu", "versions": versions(), "schema": record.SCHEMA}, path)
+    for text in (path.read_text(), "{", "[]"):
+        path.write_text(text)
+        assert record.outdated(path, {}, True, "cpu") == "it has no record that can be read"
+    path.unlink()
+    assert record.outdated(path, {}, True, "cpu") == "it has no record that can be read"
 
 
 def test_sources_of_an_op_folder_hold_all_its_files():

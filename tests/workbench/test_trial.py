@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nearlight.core.cuda import Kernel, NoEmulator
 from nearlight.core.op import Case
 from nearlight.workbench.check import load_op
 from nearlight.workbench.trial import (
@@ -94,3 +95,15 @@ def test_launches_are_seen_with_their_tiles():
     assert [(name, dict(constants)) for name, constants in seen] == [
         ("_scale_fwd_kernel", {"BLOCK_M": 8, "BLOCK_N": 16})
     ]
+
+
+def test_launches_of_cuda_are_seen_with_their_block_and_that_nothing_ran_them(tmp_path: Path):
+    source = 'extern "C" __global__ void fill(float* y, long n) {}\n'
+    (tmp_path / "fill.cu").write_text(source, encoding="utf-8")
+    kernel = Kernel(tmp_path / "fill.cu", "fill", defines=(("TILE", "32"), ("T", "float")))
+    with launches() as seen, pytest.raises(NoEmulator):
+        kernel[(1,), (64, 2)](torch.ones(3), 3)
+    assert seen == [("fill", {"BLOCK_X": 64, "BLOCK_Y": 2, "BLOCK_Z": 1, "TILE": 32})]
+    assert "on CPU tensors" in seen.not_run
+    with launches() as seen:
+        assert not seen.not_run

@@ -10,5 +10,6 @@ repaired for the time of one launch and under one lock:
 """
 
 from nearlight.core.interpreter.launch import launch, lock
+from nearlight.core.interpreter.types import builder
 
-__all__ = ["launch", "lock"]
+__all__ = ["builder", "launch", "lock"]

@@ -32,6 +32,8 @@ _NUMPY = {
 }
 _FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 _POINTER = np.dtype(np.uint64)
+# NaN in every floating dtype, −1 in every whole one.
+UNDEFINED_BYTE = 0xFF
 
 
 def numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
@@ -157,6 +159,21 @@ def _libdevice(symbol: str) -> Callable[..., Any]:
 
 class Builder(InterpreterBuilder):
     """Triton's interpreter builder with its arithmetic replaced where it was wrong."""
+
+    # Told the addresses of each load that are read, before they are.
+    on_load: Callable[[Array], None] | None = None
+
+    def create_masked_load(
+        self, ptrs: Any, mask: Any, other: Any, *hints: Any, **named: Any
+    ) -> TensorHandle:
+        """Load; what is masked off without an `other` is undefined on a GPU and NaN or −1 here."""
+        if self.on_load is not None:
+            self.on_load(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
+        if other is None:
+            dtype = numpy_dtype(ptrs.get_element_ty())
+            undefined = np.full(ptrs.data.size * dtype.itemsize, UNDEFINED_BYTE, np.uint8)
+            other = TensorHandle(undefined.view(dtype).reshape(ptrs.data.shape), ptrs.dtype)
+        return super().create_masked_load(ptrs, mask, other, *hints, **named)
 
     def binary_op(self, lhs: Any, rhs: Any, op: Callable[..., Any]) -> TensorHandle:
         """Compute on numbers and round once; a comparison gives int1."""

@@ -7,6 +7,7 @@ where asked, into the gradient of the logits in the same memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from nearlight.core.hardware import Gpu
 from nearlight.core.launch import launch_gpu
 from nearlight.core.rows import accumulator, triton_accumulator
 from nearlight.core.triton import jit
+from nearlight.core.tuned import tunable
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,23 @@ class Config:
     num_warps: int
 
 
+def candidates(
+    shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None, has_softcap: bool
+) -> dict[Config, str]:
+    """Return the launches worth a try, each with "" or why it cannot run; see `config`."""
+    if gpu is None:
+        return {}
+    widest = triton.next_power_of_2(shape[1])
+    blocks = [block_n for block_n in (1024, 2048, 4096, 8192, 16384) if block_n <= widest]
+    return {
+        Config(1, block_n, num_warps): ""
+        if block_n <= 2048 * num_warps
+        else "over 64 elements per thread"
+        for block_n, num_warps in product(blocks, (4, 8, 16))
+    }
+
+
+@tunable("linear_cross_entropy", candidates)
 def config(
     shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None, has_softcap: bool
 ) -> Config:

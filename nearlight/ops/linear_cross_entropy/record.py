@@ -146,6 +146,8 @@ _OPTIONS: tuple[dict[str, object], ...] = (
     {"reduction": "sum", "num_items": 7},
     {"reduction": "none", "softcap": 3.0, "z_loss": 1e-3},
     {"ignore_index": 3},
+    # What each adds to the gradient must not replace what the others did.
+    {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.25},
 )
 
 OP = Op(

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal
 
 import torch
 import triton.language as tl
 
 from nearlight.core.hardware import Gpu
-from nearlight.core.rows import RowConfig, backward_config, forward_config
+from nearlight.core.rows import (
+    RowConfig,
+    backward_candidates,
+    backward_config,
+    forward_candidates,
+    forward_config,
+)
 from nearlight.core.triton import jit
+from nearlight.core.tuned import tunable
 
 
-@lru_cache(maxsize=4096)
+def candidates(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    gpu: Gpu | None,
+    direction: Literal["forward", "backward"],
+) -> dict[RowConfig, str]:
+    """Return the launches worth a try, each with "" or why it cannot run; see `config`."""
+    if direction == "forward":
+        return forward_candidates(shape, gpu)
+    return backward_candidates(shape, dtype, gpu)
+
+
+@tunable("rms_norm", candidates)
 def config(
     shape: tuple[int, int],
     dtype: torch.dtype,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nearlight.core.hardware import Gpu
 from nearlight.core.triton import jit
+from nearlight.core.tuned import tunable
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,39 @@ class Config:
     num_warps: int
 
 
-def config(shape: tuple[int, int, int, int], dtype: torch.dtype, gpu: Gpu | None) -> Config:
-    """Choose the launch for (S, H, HK, R / 2) on a GPU, or for the interpreter where it is None."""
+def _config(
+    shape: tuple[int, int, int, int], elements: int, max_heads: int, gpu: Gpu | None, num_warps: int
+) -> Config:
     tokens, heads, key_heads, half = (triton.next_power_of_2(max(size, 1)) for size in shape)
-    if gpu is None:  # each program costs the same, whatever its tile
-        elements, max_heads = 1 << 18, 1 << 18
-    else:  # two vectors of 16 bytes per thread and half; angles from L1 serve up to 16 heads
-        elements, max_heads = 256 * 16 // dtype.itemsize, 16
     block_h = min(max(heads, key_heads), max_heads, max(1, elements // half))
     block_s = min(tokens, max(1, elements // (half * block_h)))
-    return Config(
-        block_s, min(block_h, heads), min(block_h, key_heads), half, gpu is None, num_warps=4
+    blocks_h = min(block_h, heads), min(block_h, key_heads)
+    return Config(block_s, *blocks_h, half, gpu is None, num_warps)
+
+
+def candidates(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, gpu: Gpu | None
+) -> dict[Config, str]:
+    """Return the launches worth a try, each with "" or why it cannot run; see `config`."""
+    if gpu is None:
+        return {}
+    # One, two or four vectors of 16 bytes per thread and half.
+    found = (
+        _config(shape, 32 * num_warps * vectors * 16 // dtype.itemsize, max_heads, gpu, num_warps)
+        for num_warps in (2, 4, 8)
+        for vectors in (1, 2, 4)
+        for max_heads in (4, 16, 64)
     )
+    return dict.fromkeys(found, "")
+
+
+@tunable("rope", candidates)
+def config(shape: tuple[int, int, int, int], dtype: torch.dtype, gpu: Gpu | None) -> Config:
+    """Choose the launch for (S, H, HK, R / 2) on a GPU, or for the interpreter where it is None."""
+    if gpu is None:  # each program costs the same, whatever its tile
+        return _config(shape, 1 << 18, 1 << 18, gpu, 4)
+    # Two vectors of 16 bytes per thread and half; angles from L1 serve up to 16 heads.
+    return _config(shape, 256 * 16 // dtype.itemsize, 16, gpu, 4)
 
 
 @jit

@@ -103,13 +103,15 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None) -> None:
 
 def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     """Rows of four kinds: plain, tiny and large gates, and gates far below zero."""
-    rows, width = case.shape["rows"], case.shape["N"]
+    batch, width = case.shape.get("batch", 1), case.shape["N"]
+    rows = batch * case.shape["rows"]
 
     def random(scales: Sequence[float], means: Sequence[float]) -> torch.Tensor:
         kind = torch.arange(rows, device=device) % len(scales)
         values = torch.randn(rows, width, generator=generator, device=device)
         values *= torch.tensor(scales, device=device)[kind, None]
-        return (values + torch.tensor(means, device=device)[kind, None]).to(case.dtype)
+        values = (values + torch.tensor(means, device=device)[kind, None]).to(case.dtype)
+        return values.unflatten(0, (batch, -1)) if "batch" in case.shape else values
 
     gate = random((1.0, 1e-3, 30.0, 0.1), (0.0, 0.0, 0.0, -20.0))
     up = random((1.0, 30.0, 1e-3, 1.0), (0.0, 0.0, 0.0, 100.0))
@@ -119,7 +121,8 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
 
 
 def _cost(case: Case) -> Mapping[str, Cost]:
-    x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
+    rows = case.shape.get("batch", 1) * case.shape["rows"]
+    x = torch.empty(rows, case.shape["N"], dtype=case.dtype, device="meta")
     there, back = forward_cost((x, x), {}, x), backward_cost((x, x, x), {}, (x, x))
     return {"forward": there, "forward_backward": there + back}
 
@@ -172,6 +175,8 @@ OP = Op(
             for dtype in (torch.float32, torch.bfloat16)
             for options in ({}, {"up": None})
         ),
+        # Three dimensions, of which views keep the kernel from merging any.
+        Case("2x3x7", {"batch": 2, "rows": 3, "N": 7}, torch.float32),
         _case(6, 67, torch.float16),
         _case(6, 67, torch.float64),
         _case(66_001, 1, torch.float32, up=None),

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nearlight.core.hardware import Gpu
 from nearlight.core.triton import jit
+from nearlight.core.tuned import tunable
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,35 @@ class Config:
     num_warps: int
 
 
+def _config(shape: tuple[int, int], elements: int, num_warps: int) -> Config:
+    rows, columns = shape
+    block_n = min(triton.next_power_of_2(columns), elements)
+    block_m = min(triton.next_power_of_2(rows), elements // block_n)
+    return Config(block_m, block_n, num_warps)
+
+
+def candidates(shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None) -> dict[Config, str]:
+    """Return the launches worth a try, each with "" or why it cannot run; see `config`."""
+    if gpu is None:
+        return {}
+    # One, two, four or eight vectors of 16 bytes per thread and tensor.
+    found = (
+        _config(shape, 32 * num_warps * vectors * 16 // dtype.itemsize, num_warps)
+        for num_warps in (2, 4, 8, 16)
+        for vectors in (1, 2, 4, 8)
+    )
+    return dict.fromkeys(found, "")
+
+
+@tunable("swiglu", candidates)
 def config(shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None) -> Config:
     """Choose the launch for (rows, columns) on a GPU, or for the interpreter where it is None.
 
     The shape is what remains after merging dimensions: contiguous tensors are one long row.
     """
-    rows, columns = shape
     if gpu is None:  # each program costs the same, whatever its tile
-        elements = 1 << 18
-    else:  # two vectors of 16 bytes per thread and tensor
-        elements = 128 * 2 * 16 // dtype.itemsize
-    block_n = min(triton.next_power_of_2(columns), elements)
-    block_m = min(triton.next_power_of_2(rows), elements // block_n)
-    return Config(block_m, block_n, num_warps=4)
+        return _config(shape, 1 << 18, 4)
+    return _config(shape, 128 * 2 * 16 // dtype.itemsize, 4)  # two vectors per thread and tensor
 
 
 @jit

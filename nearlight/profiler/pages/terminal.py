@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,10 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 
 from nearlight.core.report import Finding, OpRow, Proof, Report, State, gib
+from nearlight.profiler.pages import ratios, side_by_side
 
 TOP_OPS = 8
 # Less of a step than this is not worth a line.
 WORTH_A_REMARK = 0.005
+# A cell of more characters may be broken into lines.
+MAX_UNBROKEN = 26
+_SHORT = {"number": "#", "num_trials": "trials"}
 
 
 def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
@@ -29,7 +34,9 @@ def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
     if report.setup:
         console.print(escape(report.setup), style="dim")
     if report.rows and report.verb == "predict":
-        console.print(_rows(report))
+        console.print(_rows(report.rows))
+    if report.verb == "inspect":
+        console.print(*side_by_side.tables(report))
     if report.before:
         console.print()
         console.print(_states(report.before, report.after))
@@ -39,9 +46,10 @@ def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
     if report.findings:
         console.print()
         for number, finding in enumerate(report.findings, 1):
-            _finding(console, number, finding)
-    if report.rows and report.verb != "predict":
-        console.print(_rows(report))
+            _finding(console, number, finding, of_step=report.before is not None)
+    if report.rows and report.verb not in ("predict", "inspect"):
+        is_bench = report.verb == "bench" and "implementation" in report.rows[0]
+        console.print(_rows(ratios.by_case(report.rows) if is_bench else report.rows))
         for row in report.rows:
             if row.get("reproduce"):
                 console.print(escape(str(row["reproduce"])), soft_wrap=True, highlight=False)
@@ -154,12 +162,12 @@ def merged(rows: Iterable[OpRow]) -> list[OpRow]:
     return sorted(result, key=lambda row: -row.time_ms)
 
 
-def _finding(console: Console, number: int, finding: Finding) -> None:
+def _finding(console: Console, number: int, finding: Finding, of_step: bool) -> None:
     mark = "[green]applied[/green]" if finding.applied else "[yellow]open[/yellow]"
     gain = [f"{finding.gain_ms:.2f} ms"] if finding.gain_ms > 0 else []
     gain += [gib(finding.gain_bytes)] if finding.gain_bytes > 0 else []
     promise = f"promises {' and '.join(gain)}" if gain else "promises nothing by itself"
-    title = f"[bold]{escape(finding.title)}[/bold] ({mark}, {promise})"
+    title = f"[bold]{escape(finding.title)}[/bold]" + (f" ({mark}, {promise})" if of_step else "")
     console.print(f"{number}. {title}", highlight=False)
     for label, text in (
         ("", finding.evidence),
@@ -194,13 +202,23 @@ def _proof(console: Console, proof: Proof) -> None:
             console.print(Padding(line, (0, 0, 0, 3), expand=False), highlight=False)
 
 
-def _rows(report: Report) -> Table:
-    keys = [key for key in table_keys(report) if key != "reproduce"]
-    table = _table(*(key.removesuffix("_bytes").replace("_", " ") for key in keys))
-    for column in table.columns:
+def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Draw rows with no column that is empty, the longest texts last: they alone are broken."""
+    texts = {
+        key: [cell(key, row.get(key)) for row in rows]
+        for key in dict.fromkeys(key for row in rows for key in row if key != "reproduce")
+    }
+    widths = {key: max(map(len, column)) for key, column in texts.items() if any(column)}
+    order = sorted(widths, key=lambda key: widths[key] * (widths[key] > MAX_UNBROKEN))
+    table = _table(*(_SHORT.get(key) or key.removesuffix("_bytes").replace("_", " ")
+                     for key in order))  # fmt: skip
+    table.padding = (0, 1, 0, 0)
+    for key, column in zip(order, table.columns, strict=True):
         column.justify = "left"
-    for row in report.rows:
-        table.add_row(*(escape(cell(key, row.get(key))) for key in keys))
+        column.no_wrap = widths[key] <= MAX_UNBROKEN
+        column.overflow = "fold"  # of what is longer than its line nothing is cut away
+    for line in zip(*(texts[key] for key in order), strict=True):
+        table.add_row(*map(escape, line))
     return table
 
 

@@ -37,6 +37,11 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
 
 def examine(op: Op, trial: Trial, device: str) -> str:
     """Hold the results to the rule, or the expected error to be raised."""
+    reason = _examine(op, trial, device)
+    return f"{trial.step}: {reason}" if reason else ""
+
+
+def _examine(op: Op, trial: Trial, device: str) -> str:
     if trial.step == EMPTY:
         return settle(lambda again: _empty(op, again, device), trial)
     extreme = next((e for e in op.extremes if e.name == trial.step), None)

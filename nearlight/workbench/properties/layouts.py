@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearlight.core.op import Op
+import torch
+
+from nearlight.core.op import Case, Op
 from nearlight.workbench import layouts
 from nearlight.workbench.properties import values
-from nearlight.workbench.property import NotApplicable, Property, base_cases
+from nearlight.workbench.property import WIDE, NotApplicable, Property, base_cases, provable
 from nearlight.workbench.trial import (
     UPSTREAM,
     Refused,
@@ -28,12 +30,7 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
         raise NotApplicable("no check case below fp64")
     for index, case in enumerate(cases):
         choose = layouts.one_of_each_family if quick or index else layouts.names
-        inputs = make_inputs(op, Trial(case), device)
-        outputs = run(op.reference, inputs, None).outputs
-        upstream = [g for g in make_upstream(outputs, Trial(case)) if g is not None]
-        named = tensors(inputs)
-        if upstream and differentiable(inputs):
-            named[UPSTREAM] = max(upstream, key=lambda gradient: gradient.ndim)
+        named = _tensors_of(op, case, device)
         for name, tensor in named.items():
             for layout in choose(tensor):
                 yield Trial(case, layouts={name: layout})
@@ -46,6 +43,23 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
             }
             if fitting:
                 yield Trial(case, layouts=fitting, upstream="per row")
+    # Wide rows have kernels of their own; their strides tell where there is more than one row.
+    for case in [] if quick else provable(op):
+        if max(case.shape.values()) > WIDE and min(case.shape.values()) > 1:
+            for name, tensor in _tensors_of(op, case, device).items():
+                if tensor.ndim > 1:
+                    yield Trial(case, layouts={name: "sliced [1:] dim -1"})
+
+
+def _tensors_of(op: Op, case: Case, device: str) -> dict[str, torch.Tensor]:
+    """Return the inputs that are tensors, and the upstream gradient of most dimensions."""
+    inputs = make_inputs(op, Trial(case), device)
+    outputs = run(op.reference, inputs, None).outputs
+    upstream = [g for g in make_upstream(outputs, Trial(case)) if g is not None]
+    named = tensors(inputs)
+    if upstream and differentiable(inputs):
+        named[UPSTREAM] = max(upstream, key=lambda gradient: gradient.ndim)
+    return named
 
 
 def examine(op: Op, trial: Trial, device: str) -> str:
@@ -56,7 +70,9 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         if layouts.family(layout) in op.refused_layouts.get(name, ())
     ]
     try:
-        return values.examine(op, trial, device)
+        reason = values.examine(op, trial, device)
+        kinds = ", ".join(f"{name} {layout}" for name, layout in trial.layouts.items())
+        return f"{kinds}: {reason}" if reason else ""
     except (ValueError, TypeError) as error:
         if not may_refuse:
             raise

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from nearlight.core.op import Inputs, Op
 from nearlight.workbench.compare import Compared, settle
@@ -33,19 +35,29 @@ from nearlight.workbench.trial import (
 )
 
 FROZEN = "frozen "
+TWO_CALLS, NEW_VALUES, MANY_CALLS = "two calls", "new values in place", "many calls"
+# What a wrong result says in these steps alone.
+BLAMED = {
+    NEW_VALUES: "does not follow new values written in place",
+    MANY_CALLS: "the 12th call on the same memory does not follow its values",
+}
 # Above this many differentiable inputs, subsets of one, all but one and none are tried.
 MAX_ALL_SUBSETS = 4
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
-    """Each step on a small case of each option; each subset of frozen inputs on the first."""
+    """Each step on a small case of each option; each subset of frozen inputs on the first.
+
+    Many calls take long, so they are made on one case; on a GPU `determinism` makes its own.
+    """
     cases = base_cases(op, quick)
     if not cases:
         raise NotApplicable("no check case below fp64")
     for index, case in enumerate(cases):
         names = differentiable(make_inputs(op, Trial(case), device))
+        left_out = {*([TWO_CALLS] if device != "cpu" else []), *([MANY_CALLS] if index else [])}
         for step, (_, needs_gradient) in STEPS.items():
-            if names or not needs_gradient:
+            if (names or not needs_gradient) and step not in left_out:
                 yield Trial(case, seed=index, step=step, upstream="per row")
         for frozen in _subsets(names):
             if len(frozen) < len(names) or index == 0:
@@ -72,7 +84,8 @@ def examine(op: Op, trial: Trial, device: str) -> str:
                 return _frozen(op, expected, frozen)
             return STEPS[trial.step][0](op, expected)
 
-    return settle(compute, trial)
+    reason = settle(compute, trial)
+    return f"{BLAMED[trial.step]}: {reason}" if reason and trial.step in BLAMED else reason
 
 
 def _no_grad(op: Op, expected: Standard) -> Compared | str:
@@ -260,17 +273,53 @@ def _accumulated(op: Op, expected: Standard) -> Compared:
     return Compared(accumulate(op.function, expected.inputs, False), held_to)
 
 
+def _two_calls(op: Op, expected: Standard) -> str:
+    """Two calls on equal inputs agree bit by bit: nothing is drawn on the host."""
+    first, second = (run(op.function, expected.inputs, expected.upstream) for _ in range(2))
+    outputs = zip(first.outputs, second.outputs, strict=True)
+    pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {
+        f"output {index}": pair for index, pair in enumerate(outputs)
+    }
+    for name, gradient in first.gradients.items():
+        pairs[f"the gradient of {name}"] = (gradient, second.gradients[name])
+    differing = next((name for name, pair in pairs.items() if not _same_bits(*pair)), "")
+    return f"{differing} differs between two calls on equal inputs" if differing else ""
+
+
+def _follows_values(op: Op, expected: Standard, num_calls: int) -> Compared:
+    """The last of some calls on the same memory is right: it follows the values written there."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    inputs, upstream = tree_map_only(
+        torch.Tensor, place, (expected.inputs, list(expected.upstream))
+    )
+    names = [name for name, tensor in tensors(inputs).items() if tensor.is_floating_point()]
+    pairs = [(inputs[name], expected.inputs[name]) for name in names]
+    pairs += [(g, right) for g, right in zip(upstream, expected.upstream, strict=True)
+              if right is not None]  # fmt: skip
+    for divisor in range(num_calls, 0, -1):  # other values each time, the expected ones at last
+        for tensor, right in pairs:
+            tensor.detach().copy_(right.detach().double() / divisor)
+        actual = run(op.function, inputs, upstream)
+    return Compared(actual, expected)
+
+
 # What is done, and whether it needs an input that can be differentiated.
 STEPS: dict[str, tuple[Callable[[Op, Standard], Compared | str], bool]] = {
     "no_grad": (_no_grad, False),
     "inference_mode": (_inference_mode, False),
     "inputs unchanged": (_unchanged, False),
     "outputs alias nothing": (_alias, False),
+    TWO_CALLS: (_two_calls, False),
     "backward twice": (_backward_twice, True),
     "double backward": (_double_backward, True),
     "loss × 2.5": (_scaled_loss(2.5), True),
     "loss × 0": (_scaled_loss(0.0), True),
     "accumulation": (_accumulated, True),
+    NEW_VALUES: (partial(_follows_values, num_calls=2), False),
+    MANY_CALLS: (partial(_follows_values, num_calls=12), False),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -10,9 +11,11 @@ from nearlight.core.op import Op
 from nearlight.workbench.compare import Compared, settle
 from nearlight.workbench.property import (
     MAX_DERIVED_SIZE,
+    WIDE,
     NotApplicable,
     Property,
     base_cases,
+    provable,
     resized,
     tile_edges,
 )
@@ -26,12 +29,16 @@ from nearlight.workbench.trial import (
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
-    """Small cases, and each dimension one less and one more than each tile edge."""
+    """Every case, and each dimension one less and one more than each tile edge."""
     cases = base_cases(op, quick)
     if not cases:
         raise NotApplicable("no check case below fp64")
-    for case in cases:
+    # Wide rows and long columns have kernels of their own.
+    for case in cases if quick else provable(op):
         yield Trial(case, seed=2)
+        if max(case.shape.values()) > WIDE:
+            few = {name: 3 for name, size in case.shape.items() if size < 3}  # no power of two
+            yield Trial(case, seed=2).resized(**few)
     tiles = tile_edges(op, cases[:1], device)
     if quick:
         tiles = [tile for tile in tiles if tile <= MAX_DERIVED_SIZE >> 8][:2]
@@ -58,15 +65,21 @@ def _between_zones(op: Op, trial: Trial, device: str) -> Compared | str:
         actual = run(op.function, placed, upstream)
     if broken := zones.broken():
         return f"wrote {broken[0]}"
+    if zones.reads:
+        return f"read {zones.reads[0]}"
     pairs = zip(actual.outputs, expected.truth.outputs, strict=False)
-    for index, (output, truth) in enumerate(pairs):
-        if output.is_floating_point() and output.shape == truth.shape:
-            num_nan = int((output.isnan() & ~truth.isnan()).sum())
-            if num_nan:
-                return (
-                    f"{num_nan} of {output.numel()} elements of output {index} were never "
-                    "written, or hold what was read beyond a tensor"
-                )
+    results: dict[str, Any] = {f"output {index}": pair for index, pair in enumerate(pairs)}
+    for name, gradient in actual.gradients.items():
+        results[f"the gradient of {name}"] = (gradient, expected.truth.gradients.get(name))
+    for name, (result, truth) in results.items():
+        if result is None or truth is None or result.shape != truth.shape:
+            continue
+        num_nan = int((result.isnan() & ~truth.isnan()).sum())
+        if num_nan:
+            return (
+                f"{num_nan} of {result.numel()} elements of {name} were never written, or hold "
+                "what was read beyond a tensor or before it was written"
+            )
     return Compared(actual, expected)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
-from nearlight.core.op import Op
+from nearlight.core.hardware import find_gpu
+from nearlight.core.launch import launched_as_on
+from nearlight.core.op import Case, Op
 from nearlight.workbench.properties import values
 from nearlight.workbench.property import (
     WIDE,
@@ -15,10 +19,17 @@ from nearlight.workbench.property import (
     resized,
     tile_edges,
 )
-from nearlight.workbench.trial import Refused, Trial
+from nearlight.workbench.trial import Refused, Trial, make_inputs, tensors
 
 # One, even and odd small sizes, and primes on both sides of a warp.
 SIZES = (1, 2, 3, 7, 17, 31, 33, 127)
+# The interpreter takes few large tiles, because each program costs the same; a GPU takes many.
+# Of a GPU with few SMs a small input has more tiles than programs, too.
+GPU_TILES = "in the tiles of a GPU"
+SMALL_GPU = replace(find_gpu("h200"), num_sms=2)
+GPU_SIZES = (67, 2049)
+MAX_GPU_SIZE = 1 << 14
+LARGE_TILE = 1 << 12
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
@@ -33,15 +44,33 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     tiles = tile_edges(op, [*cases[:4], widest], device)
     edges = [size for tile in tiles for size in (tile - 1, tile, tile + 1)]
     yield from resized(op, cases[0], (*SIZES, *edges))
+    # Around large tiles with few rows, which are beyond the size of a trial else.
+    few = Trial(cases[0]).resized(**{name: min(size, 3) for name, size in cases[0].shape.items()})
+    yield from resized(op, few.case, [edge for edge in edges if edge > LARGE_TILE])
     for case in cases[1:]:
         yield from resized(op, case, (1, 17, *(tile + 1 for tile in tiles if tile <= 128)))
+    if device == "cpu":
+        yield from _in_gpu_tiles(op, cases)
+
+
+def _in_gpu_tiles(op: Op, cases: Sequence[Case]) -> Iterator[Trial]:
+    """Sizes of several tiles of a GPU, whose rows lie together in memory and apart."""
+    for case in cases:
+        first = next(iter(tensors(make_inputs(op, Trial(case), "cpu"))))
+        for trial in resized(op, case, GPU_SIZES):
+            if trial.size <= MAX_GPU_SIZE:
+                yield replace(trial, step=GPU_TILES)
+                if not op.refused_layouts.get(first):
+                    yield replace(trial, step=GPU_TILES, layouts={first: "strided [::2] dim -1"})
 
 
 def examine(op: Op, trial: Trial, device: str) -> str:
     """Hold the results to the rule; a ValueError of the op on a shape it never listed is noted."""
     is_listed = any(trial.case == case for case in op.check_cases)
+    tiles = launched_as_on(SMALL_GPU) if trial.step == GPU_TILES else nullcontext()
     try:
-        return values.examine(op, trial, device)
+        with tiles:
+            return values.examine(op, trial, device)
     except ValueError as error:
         if is_listed:
             raise

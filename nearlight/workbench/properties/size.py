@@ -1,41 +1,179 @@
-"""Property 4: beyond 2³¹ elements the last rows are still right."""
+"""Property 4: offsets beyond 2³¹ elements are right: scanned, spread out, and at full size."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator
 
 import torch
 
+from nearlight.core import backend
+from nearlight.core.builds import compile_build
+from nearlight.core.cuda import Kernel
 from nearlight.core.op import Inputs, Op
-from nearlight.workbench.compare import tensor_differs
-from nearlight.workbench.property import NotApplicable, Property
+from nearlight.workbench.compare import Compared, settle, tensor_differs
+from nearlight.workbench.offsets import narrow_products
+from nearlight.workbench.property import (
+    NotApplicable,
+    Property,
+    any_case,
+    base_cases,
+    plural,
+    provable,
+    remark,
+)
 from nearlight.workbench.trial import (
+    UPSTREAM,
+    Rejected,
     Trial,
     differentiable,
     kernels,
     make_inputs,
     make_upstream,
     run,
+    standard,
     tensors,
     to_dtype,
     upstream_in_fp64,
 )
 
 LAST_ROWS = 8
+SCAN, SCANNED_ARCH = "scan", "sm_90"
+SPREAD = " spread past 2³¹ elements"
+# Cases looked at for tensors that can be spread.
+MAX_CASES = 8
+# The third row lies past the limit, and the stride alone still fits into the 32 bits that Triton
+# gives it; of many rows, most do.
+MIN_ROWS, _STRIDE = 3, 2**30
+_LIMIT, _REACH = 2**31, 2**34
+# Linux lends the addresses, and no memory; Python 3.11 has no name for it.
+_MAP_NORESERVE = 0x4000
+# What the other dimensions may take.
+_SLACK = 1 << 20
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
-    """Yield the op's large cases, on a GPU."""
-    if not op.large_cases:
-        raise NotApplicable("the record names no case past 2³¹ elements")
-    if device == "cpu":
-        raise NotApplicable("an interpreted program takes as long as a compiled one takes grids: "
-                            "run it with a GPU")  # fmt: skip
-    for case in op.large_cases:
-        yield Trial(case)
+    """The static scan; then on a GPU the large cases, on a CPU each tensor spread far out."""
+    builds = op.builds(SCANNED_ARCH)
+    found = [Trial(any_case(op), step=SCAN)] if builds else []
+    if device != "cpu":
+        found += [Trial(case) for case in op.large_cases]
+    elif not any(isinstance(build.kernel, Kernel) for build in builds):
+        found += _spread_trials(op)
+    if not found and device != "cpu":
+        raise NotApplicable("the record names no builds to scan and no case past 2³¹ elements")
+    if not found:
+        raise NotApplicable(
+            "the record names no builds to scan, and there is no input with rows to spread or no "
+            "room for one: run it on a GPU with a large case"
+        )
+    yield from found
 
 
 def examine(op: Op, trial: Trial, device: str) -> str:
+    """Scan the builds, spread one tensor, or run the whole of a large case, as `step` says."""
+    if trial.step == SCAN:
+        return _scan(op)
+    if trial.step.endswith(SPREAD):
+        return _spread_out(op, trial, device)
+    return _last_rows_differ(op, trial, device)
+
+
+def _scan(op: Op) -> str:
+    builds = op.builds(SCANNED_ARCH)
+    for build in builds:
+        if found := narrow_products(compile_build(build, SCANNED_ARCH)):
+            more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+            return f"{build.name} at {found[0]}{more}"
+    remark(f"no 32-bit product in an offset of {plural(len(builds), 'kernel')} on {SCANNED_ARCH}")
+    return ""
+
+
+def _spread_trials(op: Op) -> Iterator[Trial]:
+    """Yield a trial for each dimension of a floating tensor, on one case of each option.
+
+    Where none of these has rows enough, on the smallest that has. The last dimension as well: a
+    launcher that takes any strides multiplies columns by them.
+    """
+    done: set[str] = set()
+    covers = base_cases(op, quick=False)
+    others = [case for case in provable(op)[:MAX_CASES] if case not in covers]
+    for case in [*covers, *others]:
+        inputs = make_inputs(op, Trial(case), "cpu")
+        outputs = run(op.reference, inputs, None).outputs
+        upstream = next((g for g in make_upstream(outputs, Trial(case)) if g is not None), None)
+        named = tensors(inputs)
+        if upstream is not None and differentiable(inputs):
+            named[UPSTREAM] = upstream
+        for name, tensor in named.items():
+            if "strided" in op.refused_layouts.get(name, ()) or not _has_room(tensor):
+                continue
+            for dim in range(tensor.ndim):
+                step = f"{name} dim {dim}{SPREAD}"
+                is_new = case in covers or step not in done
+                if is_new and tensor.shape[dim] >= MIN_ROWS:
+                    done.add(step)
+                    yield Trial(case, step=step)
+
+
+def _has_room(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be spread, and the process may have that many addresses."""
+    if not tensor.dtype.is_floating_point or not 0 < tensor.numel() < _SLACK:
+        return False
+    try:
+        _untouched(tensor.element_size()).close()
+    except OSError:  # a limit on the process, of which the op knows nothing
+        return False
+    return True
+
+
+def _spread_out(op: Op, trial: Trial, device: str) -> str:
+    """Hold the op to the rule on a view whose last row lies past 2³¹ elements of the first."""
+    name, _, dim_text = trial.step.removesuffix(SPREAD).rpartition(" dim ")
+    dim = int(dim_text)
+
+    def compute(again: Trial) -> Compared:
+        expected = standard(op, again, device)
+        inputs, upstream = dict(expected.inputs), list(expected.upstream)
+        if name == UPSTREAM:
+            index = next(i for i, gradient in enumerate(upstream) if gradient is not None)
+            upstream[index] = _spread(upstream[index], dim)
+        else:
+            inputs[name] = _spread(inputs[name], dim)
+        with backend.force("triton"), torch.enable_grad():
+            return Compared(run(op.function, inputs, upstream), expected)
+
+    if reason := settle(compute, trial):
+        return f"{trial.step}, as a 32-bit offset does not reach: {reason}"
+    remark(name + SPREAD)
+    return ""
+
+
+def _spread(tensor: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """Return equal values with one dimension spread over memory that is otherwise never touched.
+
+    What 32 bits reach lies before the first element as well: where an offset wraps to a negative
+    one, there is a wrong value to be found, and not the end of the process.
+    """
+    if tensor is None or tensor.shape[dim] < MIN_ROWS:
+        raise Rejected(f"dimension {dim} has fewer than {MIN_ROWS} rows")
+    strides = [
+        math.prod(size for d, size in enumerate(tensor.shape) if d > before and d != dim)
+        for before in range(tensor.ndim)
+    ]
+    strides[dim] = min(_STRIDE, _REACH // (tensor.shape[dim] - 1) // 16 * 16)
+    storage = torch.frombuffer(_untouched(tensor.element_size()), dtype=tensor.dtype)
+    view = storage.as_strided(tensor.shape, strides, _LIMIT)
+    return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _untouched(element_size: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return mmap.mmap(-1, (_LIMIT + _REACH + _SLACK) * element_size, flags=flags)
+
+
+def _last_rows_differ(op: Op, trial: Trial, device: str) -> str:
     """Run the whole input, and hold its last rows to the reference of those rows alone."""
     inputs = make_inputs(op, trial, device)
     num_rows = next(iter(tensors(inputs).values())).shape[0]

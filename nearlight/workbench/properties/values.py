@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf, isfinite
 
 import torch
 
@@ -15,6 +17,7 @@ from nearlight.workbench.trial import (
     Trial,
     kernels,
     run,
+    scaled,
     standard,
 )
 
@@ -28,6 +31,9 @@ UPSTREAMS = (
     ("random", "transposed"),
     ("per row", "strided [::2] dim -1"),
 )
+
+# What a fault looks like is read from this many inputs.
+NUM_DRAWS = 3
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
@@ -56,7 +62,57 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         with kernels(), torch.enable_grad():
             return Compared(run(op.function, expected.inputs, expected.upstream), expected)
 
-    return settle(compute, trial)
+    reason = settle(compute, trial)
+    if not reason:
+        return ""
+    # A small result shows its kind in several draws.
+    draws = [compute(replace(trial, seed=trial.seed + index)) for index in range(NUM_DRAWS)]
+    hint = _kind(op, draws, reason.partition(":")[0].removeprefix("gradient of "))
+    return f"{reason}; {hint}" if hint else reason
+
+
+def _kind(op: Op, draws: Sequence[Compared], name: str) -> str:
+    """Say what kind of fault a wrong result shows, where its numbers tell.
+
+    Args:
+        op: whose result it is.
+        draws: its results on several inputs.
+        name: "output", "output 1", or the input whose gradient it is.
+    """
+    found = draws[0]
+    if (gradient := found.actual.gradients.get(name)) is not None:
+        with kernels(), torch.enable_grad():
+            other = run(op.function, found.expected.inputs, scaled(found.expected.upstream, -3.0))
+        again = other.gradients[name]
+        if again is not None and gradient.any() and torch.equal(again, gradient):
+            return "it does not depend on the upstream gradient"
+    pairs = [_pair(draw, name) for draw in draws]
+    if any(pair is None for pair in pairs):
+        return ""
+    ours, right = (torch.cat(side) for side in zip(*filter(None, pairs), strict=True))
+    norm = float(right.norm())
+    error = float((ours - right).norm()) / norm if norm else inf
+    factor = float(ours @ right) / norm**2 if norm else inf
+    if isfinite(error) and float((ours - factor * right).norm()) < 0.01 * error * norm:
+        return f"it is {factor:.4g} times what is right"
+    for dtype in (torch.bfloat16, torch.float16):
+        unit = torch.finfo(dtype).eps
+        if unit / 16 <= error <= 2 * unit:
+            return f"it errs as sums and products kept in {str(dtype).removeprefix('torch.')} do"
+    return ""
+
+
+def _pair(found: Compared, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return our result and the truth, flat and in fp64; None where they do not compare."""
+    sides: list[torch.Tensor | None] = []
+    for result in (found.actual, found.expected.truth):
+        outputs = {f"output {index}": output for index, output in enumerate(result.outputs)}
+        named = {**outputs, "output": outputs.get("output 0"), **result.gradients}
+        sides.append(named.get(name))
+    actual, truth = sides
+    if actual is None or truth is None or actual.shape != truth.shape:
+        return None
+    return actual.detach().double().flatten(), truth.detach().flatten()
 
 
 PROPERTY = Property(

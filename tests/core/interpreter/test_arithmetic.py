@@ -356,3 +356,20 @@ def test_dot_of_int8_and_of_fp32_in_tf32_and_ieee():
         _dot_kernel[(1,)](x, y, zero, result, N=32, PRECISION=precision)
     errors = {p: float((r - truth).abs().max()) for p, r in results.items()}
     assert errors[None] == errors["tf32"] > 1e-4 > 1e-5 > errors["ieee"]
+
+
+@jit
+def _undefined_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, at < 3))
+
+
+def test_what_is_masked_off_without_another_value_is_undefined():
+    """Zeros, which Triton's interpreter takes, would let a sum over the lanes look right."""
+    for dtype in FLOATS:
+        y = torch.zeros(4, dtype=dtype)
+        _undefined_kernel[(1,)](torch.ones(4, dtype=dtype), y, BLOCK=4)
+        assert y[:3].tolist() == [1, 1, 1] and y[3].isnan()
+    y = torch.zeros(4, dtype=torch.int32)
+    _undefined_kernel[(1,)](torch.ones(4, dtype=torch.int32), y, BLOCK=4)
+    assert y.tolist() == [1, 1, 1, -1]

@@ -141,7 +141,7 @@ def test_only_the_slowest_ops_are_drawn():
 def test_rows_of_other_verbs_are_a_table():
     rows = [{"op": "rms_norm", "time": 1.23456, "note": None}, {"op": "rope", "limit": 3}]
     text = drawn(Report("bench", "a", rows=rows))
-    assert re.search(r"op\s+time\s+note\s+limit", text)
+    assert re.search(r"op\s+time\s+limit", text)  # a column with nothing in it is left out
     assert re.search(r"rms_norm\s+1\.235\s*\n", text) and re.search(r"rope\s+3\s*\n", text)
 
 

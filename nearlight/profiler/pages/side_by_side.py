@@ -1,0 +1,41 @@
+"""Rows of a report as one narrow table per kernel: a line per quantity, a column per arch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from nearlight.core.report import Report
+
+# What a row is called by; all else is a quantity.
+_NAMES = ("kernel", "arch", "target")
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """Yield a table for each kernel of a report's rows; quantities that are 0 everywhere left out.
+
+    Args:
+        report: its rows have a "kernel", and an "arch" or "target" that names their column.
+    """
+    for kernel in dict.fromkeys(row["kernel"] for row in report.rows):
+        rows = [row for row in report.rows if row["kernel"] == kernel]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+        table.title = f"[bold]{escape(kernel)}[/bold]"
+        table.add_column("", no_wrap=True)
+        for row in rows:
+            table.add_column(escape(row.get("target", row["arch"])), justify="right")
+        for key in dict.fromkeys(key for row in rows for key in row if key not in _NAMES):
+            if any(row.get(key) for row in rows):
+                table.add_row(key.replace("_", " "), *(escape(_cell(key, row)) for row in rows))
+        yield table
+
+
+def _cell(key: str, row: Mapping[str, Any]) -> str:
+    value = row.get(key, "")
+    if isinstance(value, float):
+        return f"{value:.0%}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,340 @@
+"""`check_apart`: an op is proved in a process of its own, whose death or hang is a finding.
+
+The child announces each input before it runs it, as JSON lines on a pipe of its own; what the op
+prints goes to stderr. This side loads neither torch nor the user's file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.progress import Progress, silent
+from nearlight.core.report import Report
+from nearlight.workbench.check_report import Header, Row, as_report
+
+# Until the op is loaded: torch, triton, the user's file and all that it imports.
+START_SECONDS = 300.0
+# What one trial may take on top: a compiler is at work, or a tool with a time limit of its own.
+EXTRA_SECONDS = {"torch": 120.0, "machine code": 300.0, "sanitizer": 300.0}
+EXTRA_SECONDS_ON_GPU = 60.0
+_POLL_SECONDS = 0.25
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+_ERRORS = {error.__name__: error for error in (BadInput, MissingPart)}
+# Set in the child: a file that checks itself while it is imported would never come to an end.
+_is_child = False
+
+
+@dataclass(frozen=True)
+class _Limits:
+    start_seconds: float
+    trial_seconds: float
+    device: str
+
+    def of(self, prop: str) -> float:
+        """Return how long one trial of a property may be silent."""
+        on_gpu = EXTRA_SECONDS_ON_GPU if self.device != "cpu" else 0.0
+        return self.trial_seconds + EXTRA_SECONDS.get(prop, 0.0) + on_gpu
+
+
+@dataclass
+class _Told:
+    """What the children of one check have told so far.
+
+    Attributes:
+        header: of the report; None until a child has loaded the op.
+        names: number of each property to prove, by name.
+        rows: the rows so far, by property.
+        current: the property at work.
+        line: what runs the input again that was announced last.
+        known: the smallest input known to break the property, and how.
+        num_trials: inputs of this property announced so far.
+        start: when the property began.
+        sources, machine_code: parts of a record, where one is asked for.
+        is_done: whether all was told.
+    """
+
+    progress: Progress
+    header: Header | None = None
+    names: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    current: str = ""
+    line: str = ""
+    known: tuple[str, str] | None = None
+    num_trials: int = 0
+    start: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+    machine_code: Mapping[str, Any] = field(default_factory=dict)
+    is_done: bool = False
+
+    def begin(self, prop: str) -> None:
+        self.current, self.line, self.known, self.num_trials = prop, "", None, -1
+        self.start = time.monotonic()
+
+    def add(self, row: Row) -> None:
+        assert self.header is not None
+        self.rows[row.property] = row
+        self.progress(f"{self.header.op} {row}")
+        self.begin(next((name for name in self.names if name not in self.rows), ""))
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Take one line of a child."""
+        match message:
+            case {"error": [name, text]}:
+                raise _ERRORS[name](text)
+            case {"header": header, "names": names, "sources": sources}:
+                if self.header is None:
+                    self.header, self.names, self.sources = Header(**header), names, sources
+                self.begin(next((name for name in self.names if name not in self.rows), ""))
+            case {"line": line, "reason": ""}:
+                self.line = line
+                self.num_trials += 1  # the first is how the inputs are chosen
+            case {"line": line, "reason": reason}:
+                self.known = (line, reason)
+            case {"row": row}:
+                self.add(Row(**row))
+            case {"machine_code": code, "done": done}:
+                self.machine_code, self.is_done = code, done
+
+    def lose(self, ending: str) -> None:
+        """Add the row of the property that a child did not live to finish."""
+        line, reason = self.line, ending
+        if self.known is not None:
+            line, reason = self.known[0], f"{self.known[1]} (a smaller input: {ending})"
+        elif not self.num_trials:
+            reason = f"{ending} while inputs were chosen"
+        seconds = round(time.monotonic() - self.start, 3)
+        number, tried = self.names[self.current], max(self.num_trials, 0)
+        self.add(Row(number, self.current, "failed", tried, reason, line, seconds))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A check in children and, where they were asked for, the parts of its record."""
+
+    report: Report
+    sources: Mapping[str, str]
+    machine_code: Mapping[str, Any]
+
+
+def check_apart(
+    name: str,
+    quick: bool = False,
+    device: str = "cpu",
+    only: Sequence[str] | None = None,
+    *,
+    trial_seconds: float = 60.0,
+    start_seconds: float = START_SECONDS,
+    sanitize: bool = False,
+    progress: Progress = silent,
+) -> Report:
+    """Prove an op in a child process; a crash or a hang is a failed property with its input.
+
+    Args:
+        name: an op of nearlight, "my_op.py" (its `OP`) or "my_op.py:NAME".
+        quick: prove values, gradients, one layout of each family and guard zones alone.
+        device: "cpu" or "cuda".
+        only: names of the properties to prove; by default all.
+        trial_seconds: how long one input may take; more where a compiler is at work.
+        start_seconds: how long the op's file may take to import.
+        sanitize: prove the property "sanitizer", too.
+        progress: called with a line when a property is done.
+
+    Returns:
+        A report with one row per property; `report.proof.passed` is the verdict.
+
+    Raises:
+        BadInput: no such op, property or device; a file that does not import.
+        MissingPart: the device is cuda and there is no GPU.
+
+    Example:
+        >>> from nearlight.workbench.apart import check_apart
+        >>> print(check_apart("rms_norm", quick=True).answer)  # doctest: +SKIP
+        rms_norm: 3 of 3 properties hold
+    """
+    request = {"quick": quick, "device": device, "only": only, "sanitize": sanitize}
+    limits = _Limits(start_seconds, trial_seconds, device)
+    return _run(name, request, limits, progress).report
+
+
+def prove_apart(name: str, progress: Progress = silent) -> Found:
+    """Run the full check of an op in a child, which compiles its kernels for each arch as well."""
+    request = {"quick": False, "device": "cpu", "only": None, "sanitize": False}
+    limits = _Limits(START_SECONDS, 60.0, "cpu")
+    return _run(name, {**request, "for_record": True}, limits, progress)
+
+
+def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progress) -> Found:
+    """Start a child, and another for the rest whenever one is lost."""
+    if _is_child:
+        raise BadInput(
+            f"{name} is checked while a check imports it; in its own file put the call below "
+            "`if __name__ == '__main__':`"
+        )
+    told = _Told(progress)
+    while not told.is_done:
+        asked = {**request, "name": name, "parent": os.getpid(), "done": list(told.rows)}
+        ending = _run_child(asked, told, limits)
+        if told.is_done:
+            break
+        if told.header is None:
+            raise BadInput(f"{name}: {ending} while it was imported")
+        if not told.current:
+            raise BadInput(f"{name}: {ending} while its kernels were compiled for the record")
+        told.lose(ending)
+        told.is_done = not told.current and not request.get("for_record")
+    assert told.header is not None
+    rows = sorted(told.rows.values(), key=lambda row: row.number)
+    return Found(as_report(told.header, rows), told.sources, told.machine_code)
+
+
+def _run_child(request: Mapping[str, Any], told: _Told, limits: _Limits) -> str:
+    """Hear a child to its end; return how it ended."""
+    read, write = os.pipe()
+    # The child imports what this process would: -P keeps the working folder out of it.
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    with tempfile.TemporaryFile() as trace:
+        files = (write, trace.fileno())
+        command = [sys.executable, "-P", "-u", "-m", __name__, *map(str, files)]
+        child = subprocess.Popen(
+            [*command, json.dumps(request)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # stdout is the report's
+            pass_fds=files,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        os.close(write)
+        try:
+            ending = _listen(child, read, told, limits)
+            trace.seek(0)
+            return ending + _place(trace.read().decode(errors="replace"), request["name"])
+        finally:
+            os.close(read)
+            _end(child)
+
+
+def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Limits) -> str:
+    limit = limits.start_seconds
+    deadline = time.monotonic() + limit
+    rest, is_open = b"", True
+    while (left := deadline - time.monotonic()) > 0:
+        slice_seconds = min(left, _POLL_SECONDS)
+        if is_open and select.select([read], [], [], slice_seconds)[0]:
+            chunk = os.read(read, 1 << 16)
+            is_open = bool(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                told.take(json.loads(line))
+                limit = limits.of(told.current or "machine code")
+                deadline = time.monotonic() + limit
+            if told.is_done:
+                return ""
+            continue
+        try:
+            code = child.wait(0 if is_open else slice_seconds)
+        except subprocess.TimeoutExpired:
+            continue
+        if code < 0:
+            return f"ended by {signal.Signals(-code).name}"
+        return f"ended the process with exit code {code}"
+    child.send_signal(signal.SIGABRT)  # the child writes down where it is
+    try:
+        child.wait(1.0)
+    except subprocess.TimeoutExpired:
+        pass  # `_end` is not so polite
+    return f"did not finish in {limit:g} s"
+
+
+def _place(trace: str, name: str) -> str:
+    """Return " at my_op.py:12 in launch", the innermost line of the op's own that is known."""
+    own = str(Path(name.partition(".py:")[0].removesuffix(".py") + ".py").resolve())
+    for file, number, function in _FRAME.findall(trace):
+        if file == own or "/nearlight/ops/" in file:
+            return f" at {Path(file).name}:{number} in {function}"
+    return ""
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child and all that it has started."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing of it is left
+    child.wait()
+
+
+def serve(pipe: int, trace: int, request: Mapping[str, Any]) -> None:
+    """Be the child: load the op, prove what is not done yet, tell everything."""
+    global _is_child
+    _is_child = True
+    for inherited in (pipe, trace):
+        os.set_inheritable(inherited, False)
+    faulthandler.enable(trace)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _die_with(request["parent"])
+    sys.argv = [request["name"]]
+
+    parent = os.fdopen(pipe, "w", encoding="utf-8")
+
+    def tell(**message: Any) -> None:
+        print(json.dumps(message), file=parent, flush=True)
+
+    from nearlight.workbench import check, prove, record
+    from nearlight.workbench.properties.machine_code import ARCHES
+
+    for_record = request.get("for_record", False)
+    quick, device, only = request["quick"], request["device"], request["only"]
+    try:
+        properties = check.chosen(only, quick, request["sanitize"])
+        op = check.load_op(request["name"])
+        header = check.describe(op, request["name"], quick, device)
+        sources = record.sources(op) if for_record else {}
+        names = {prop.name: prop.number for prop in properties}
+        tell(header=asdict(header), names=names, sources=sources)
+        left = [prop for prop in properties if prop.name not in request["done"]]
+
+        def announce(line: str, reason: str) -> None:
+            tell(line=line, reason=reason)
+
+        for row in check.each_row(op, left, quick, device, only, request["sanitize"], announce):
+            tell(row=asdict(row))
+        code = {}
+        for arch in ARCHES if for_record else ():
+            code[arch] = prove.machine_code(op, arch)
+            announce(arch, "")
+    except (BadInput, MissingPart) as error:
+        tell(error=[type(error).__name__, str(error)])
+        return
+    tell(machine_code=code, done=True)
+
+
+def _die_with(parent: int) -> None:
+    """End this process when the one that started it is killed (Linux alone knows how)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit("the check that asked for this is gone")
+
+
+if __name__ == "__main__":
+    from nearlight.workbench.apart import serve as _serve
+
+    _serve(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,109 @@
+"""What `check` answers, without torch: a row per property, and the report of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nearlight.core.report import Proof, Report
+
+NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one property.
+
+    Attributes:
+        number: place of the property in the list of the proof.
+        property: its name.
+        status: "passed", "failed" or "not applicable".
+        num_trials: inputs it was tried on.
+        reason: how it is broken, why it says nothing, or what the op refuses; the cases, where
+            they are few.
+        reproduce: one line of Python that shows the failure again.
+        seconds: how long it took.
+        kernels: names of the kernels that were launched.
+    """
+
+    number: int
+    property: str
+    status: str
+    num_trials: int
+    reason: str
+    reproduce: str
+    seconds: float
+    kernels: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return f"{self.property}: {self.status} ({self.seconds:.1f} s)"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of a check before its first row.
+
+    Attributes:
+        op: name of the op.
+        source: what the command line takes to find it.
+        quick: whether it is the quick check.
+        device: "cpu" or "cuda".
+        gpu: key of the GPU table, "" on a CPU.
+        versions: of what the verdict depends on.
+    """
+
+    op: str
+    source: str
+    quick: bool
+    device: str
+    gpu: str
+    versions: Mapping[str, str]
+
+
+def as_report(header: Header, rows: Sequence[Row]) -> Report:
+    """Return the report of a check: the verdict first, then what was launched, then the rows."""
+    kernels = sorted({name for row in rows for name in row.kernels})
+    failed = [row for row in rows if row.status == "failed"]
+    judged = [row for row in rows if row.status != NOT_APPLICABLE]
+    answer = f"{header.op}: {len(judged) - len(failed)} of {len(judged)} properties hold"
+    is_on_cpu = header.device == "cpu"
+    if num_elsewhere := sum(_needs_gpu(row) for row in rows) if is_on_cpu else 0:
+        answer += f", {num_elsewhere} need{'s' if num_elsewhere == 1 else ''} a GPU"
+    if failed:
+        answer += f"; broken: {', '.join(row.property for row in failed)}"
+    what = ", ".join(kernels) if kernels else "no nearlight kernel: plain PyTorch code"
+    method = f"{'interpreted' if is_on_cpu else 'on ' + header.device}; launched {what}"
+    return Report(
+        verb="check",
+        answer=answer,
+        target=header.op,
+        gpu=header.gpu,
+        setup=f"{'quick' if header.quick else 'full'} check, {method}",
+        versions=header.versions,
+        proof=Proof(bool(judged) and not failed, (), method),
+        rows=[_as_dict(row) for row in rows],
+        next=failed[0].reproduce if failed else f"nearlight bench {header.source}",
+    )
+
+
+def broken(report: Report) -> list[str]:
+    """Return how each failed property is broken and the line that shows it; [] where all holds."""
+    lines = [
+        f"{row['property']}: {row['reason']}\n  {row.get('reproduce', '')}"
+        for row in report.rows
+        if row["status"] == "failed"
+    ]
+    if not lines and not (report.proof and report.proof.passed):
+        reasons = [f"{row['property']}: {row['reason']}" for row in report.rows]
+        return ["no property could be judged here", *reasons]
+    return lines
+
+
+def _needs_gpu(row: Row) -> bool:
+    # The reason says it: "on a GPU", "run it with a GPU".
+    return row.status == NOT_APPLICABLE and "a GPU" in row.reason
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    return {k: v for k, v in asdict(row).items() if k != "kernels" and (v or k != "reproduce")}

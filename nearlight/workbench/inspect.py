@@ -1,0 +1,287 @@
+"""`inspect`: what the compiler made of a kernel on each arch, side by side, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triton.compiler.errors import CompilationError
+from triton.errors import TritonError
+from triton.runtime.jit import get_jit_fn_file_line
+
+from nearlight.core import cuda, machine_code, triton
+from nearlight.core.builds import compile_build
+from nearlight.core.errors import BadInput, one_line
+from nearlight.core.machine_code import MachineCode
+from nearlight.core.occupancy import Occupancy, occupancy
+from nearlight.core.op import KernelBuild
+from nearlight.core.progress import Progress, silent
+from nearlight.core.report import Report
+from nearlight.core.versions import versions
+from nearlight.workbench.inspect_advice import advise
+from nearlight.workbench.inspect_diff import diff_report
+from nearlight.workbench.inspect_target import Options, Target, find
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+
+
+@dataclass(frozen=True)
+class Look:
+    """One kernel as it was compiled for one arch.
+
+    Attributes:
+        kernel: its label, the same on every arch.
+        arch: "sm_90a".
+        build: what was compiled.
+        code: the machine code; None where there is none.
+        occupancy: None where the threads of a block are not known.
+        is_launched_so: whether a launch has that many threads; else they are the most allowed.
+        refusal: why there is no machine code.
+        constants: what tells it from other builds of the same kernel ("BLOCK_N=64").
+    """
+
+    kernel: str
+    arch: str
+    build: KernelBuild
+    code: MachineCode | None = None
+    occupancy: Occupancy | None = None
+    is_launched_so: bool = True
+    refusal: str = ""
+    constants: str = ""
+
+
+def inspect(
+    target: str,
+    archs: Sequence[str] | None = None,
+    other: str | None = None,
+    *,
+    block: int = 0,
+    shared: int = 0,
+    types: str = "",
+    constants: str = "",
+    progress: Progress = silent,
+) -> Report:
+    """Compile kernels for several archs and say what the machine code does, or compare two.
+
+    Args:
+        target: an op of ours, "file.py", "file.py:NAME" (an Op record or a kernel), "file.cu" or
+            "file.cu:kernel<args>".
+        archs: by default sm_80, sm_90a, sm_100a and sm_120a; with `other` one, by default sm_90a.
+        other: a second target, compared with the first on one arch.
+        block: threads of a block of a .cu file's kernels.
+        shared: bytes of dynamic shared memory of such a block.
+        types: "x_ptr=*bf16,n=i64", arguments of a bare Triton kernel without annotations.
+        constants: "BLOCK=1024,num_warps=8", its compile-time constants and launch options.
+        progress: called with a line before each compilation.
+
+    Returns:
+        A report with one row per kernel and arch; findings hold the advice.
+
+    Raises:
+        BadInput: an unknown target, kernel or arch, options that are missing, or a source that
+            compiles for none of the archs (with the compiler's own lines).
+
+    Example:
+        >>> from nearlight.workbench.inspect import inspect
+        >>> print(inspect("rms_norm", ["sm_90a"]).answer)  # doctest: +SKIP
+        rms_norm: 6 kernels for sm_90a: no spills, no local arrays, occupancy 50% to 100%
+    """
+    chosen = _archs(archs or (("sm_90a",) if other else ARCHS))
+    options = Options(block, shared, types, constants)
+    if other is None:
+        first = find(target, options)
+        return _report(first, chosen, _looks(first, chosen, progress))
+    if len(chosen) > 1:
+        raise BadInput(f"two targets are compared on one arch, not on {', '.join(chosen)}")
+    pair = [find(name, options.fitting(name, (target, other))) for name in (target, other)]
+    rows = [[row_of(look) for look in _looks(each, chosen, progress)] for each in pair]
+    return diff_report(pair, chosen[0], rows)
+
+
+def _archs(names: Sequence[str]) -> list[str]:
+    """Return the archs with the features of their own ("sm_90a" for "sm_90"), each once."""
+    try:
+        found = [cuda.own_arch(machine_code.capability_of(name.strip())) for name in names]
+    except ValueError as error:
+        raise BadInput(f"--arch: {error}") from None
+    return list(dict.fromkeys(found))
+
+
+def _looks(target: Target, archs: Sequence[str], progress: Progress) -> list[Look]:
+    """Compile every kernel of a target for every arch; BadInput where none compiles at all."""
+    looks = []
+    for arch in archs:
+        try:
+            builds = target.builds(arch)
+        except ValueError as error:  # an op without kernels for this arch says so
+            looks.append(Look(target.name, arch, KernelBuild(None, {}, {}), refusal=str(error)))
+            continue
+        for (label, constants), build in zip(_labels(builds), builds, strict=True):
+            progress(f"{label} for {arch}")
+            looks.append(replace(_look(label, arch, build), constants=constants))
+    if not looks:
+        raise BadInput(f"{target.name} names no kernels: give its Op record `builds`")
+    if all(look.code is None for look in looks):
+        raise BadInput(looks[0].refusal)
+    return looks
+
+
+def _labels(builds: Sequence[KernelBuild]) -> list[tuple[str, str]]:
+    """Return each kernel's name with its pointers' types, and the constants that tell it apart.
+
+    Where name and types are not enough they are numbered, for constants differ between archs.
+    """
+    labels = []
+    for build in builds:
+        kinds = (kind[1:].split(":")[0] for kind in build.signature.values() if kind[0] == "*")
+        name = build.kernel.name if isinstance(build.kernel, cuda.Kernel) else build.kernel.__name__
+        labels.append(" ".join((name, "/".join(dict.fromkeys(kinds)))).strip())
+    found = []
+    for index, (label, build) in enumerate(zip(labels, builds, strict=True)):
+        like = [
+            other.constants for other, name in zip(builds, labels, strict=True) if name == label
+        ]
+        number = f" #{labels[: index + 1].count(label)}" if len(like) > 1 else ""
+        own = (f"{name}={value}" for name, value in build.constants.items()
+               if any(other.get(name) != value for other in like))  # fmt: skip
+        found.append((label + number, " ".join(own)))
+    return found
+
+
+def _look(label: str, arch: str, build: KernelBuild) -> Look:
+    try:
+        if isinstance(build.kernel, cuda.Kernel):
+            code = compile_build(build, arch)
+        else:
+            code = triton.compile_for(build, arch, is_strict=False)
+    except CompilationError as error:
+        raise BadInput(_at_users_line(build.kernel, error)) from None
+    except TypeError as error:  # the signature does not fit the kernel
+        raise BadInput(str(error)) from None
+    except (ValueError, RuntimeError, TritonError) as error:
+        is_told = isinstance(error, ValueError)
+        refusal = str(error) if is_told else f"{label} does not compile for {arch}: {error}"
+        return Look(label, arch, build, refusal=refusal)
+    num_threads = build.num_threads or code.num_threads
+    if not num_threads or _lacks_shared_bytes(build, code):
+        return Look(label, arch, build, code)
+    is_known = bool(build.num_threads) or not isinstance(build.kernel, cuda.Kernel)
+    held = occupancy(
+        arch, code.registers, num_threads, code.shared_bytes, num_barriers=code.num_barriers
+    )
+    return Look(label, arch, replace(build, num_threads=num_threads), code, held, is_known)
+
+
+def _lacks_shared_bytes(build: KernelBuild, code: MachineCode) -> bool:
+    """Return whether a CUDA C++ kernel has an `extern __shared__` array of a size nobody told."""
+    if build.shared_bytes or not isinstance(build.kernel, cuda.Kernel):
+        return False
+    arrays = re.findall(r"\.extern \.shared .*?(\w+)\[\]", code.ptx)
+    body = code.ptx.partition(f".entry {code.name}(")[2].partition("\n}")[0]
+    return any(re.search(rf"\b{array}\b", body) for array in arrays)
+
+
+def _at_users_line(kernel: Any, error: CompilationError) -> str:
+    """Return Triton's message with the line of the file, which it counts from the kernel's own."""
+    file, start = get_jit_fn_file_line(kernel)
+    line = start + getattr(error.node, "lineno", 1) - 1
+    inner: BaseException = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    message = getattr(inner, "error_message", None) or one_line(inner)
+    return f"{file}:{line}: {message}\n{error}"
+
+
+def row_of(look: Look) -> dict[str, Any]:
+    """Return the row of one kernel on one arch: plain numbers by their quantity."""
+    row: dict[str, Any] = {"kernel": look.kernel, "arch": look.arch}
+    row |= {"constants": look.constants} if look.constants else {}
+    if look.code is None:
+        lines = look.refusal.splitlines() or ["refused"]
+        return row | {"refusal": next((line for line in lines if "error" in line), lines[0])}
+    code = look.code
+    row |= {
+        "registers": code.registers,
+        "spill_store_bytes": code.spill_store_bytes,
+        "spill_load_bytes": code.spill_load_bytes,
+        "stack_bytes": code.stack_bytes,
+        "local_memory": _local_memory(code),
+        "shared_bytes": code.shared_bytes,
+    }
+    if look.occupancy is not None:
+        row |= {
+            "num_threads": look.build.num_threads,
+            "blocks_per_sm": look.occupancy.blocks_per_sm,
+            "occupancy": look.occupancy.share,
+            "limited_by": look.occupancy.limited_by if look.occupancy.share < 1 else "nothing",
+        }
+    return row | {
+        "matrix_unit": ", ".join(code.matrix_units) or "none",
+        "matrix_instructions": code.matrix_instructions,
+        "scalar_fmas": code.count("FFMA", "FFMA2", "DFMA", "HFMA2"),
+        **_accesses("load", code.widths(machine_code.GLOBAL_LOADS)),
+        **_accesses("store", code.widths(machine_code.GLOBAL_STORES)),
+        "tma_copies": code.count(*machine_code.TMA_COPIES),
+        "local_loads": code.count("LDL"),
+        "local_stores": code.count("STL"),
+        "barriers": code.count(*machine_code.BARRIERS),
+        "atomics": code.count(*machine_code.ATOMICS),
+        "instructions": sum(code.instructions.values()),
+    }
+
+
+def _local_memory(code: MachineCode) -> str:
+    """Tell a spill from a local array: both are stack, and only ptxas knows which is which."""
+    if not code.spill_bytes:
+        return "local array, no spill" if code.stack_bytes else "none"
+    # Each spilled register is stored once at least, so a larger stack holds something else, too.
+    return "spills, local array" if code.stack_bytes > code.spill_store_bytes else "spills"
+
+
+def _accesses(what: str, widths: Mapping[int, int]) -> dict[str, int]:
+    if not widths:
+        return {f"global_{what}s": 0}
+    widest, *narrower = widths
+    return {
+        f"global_{what}s": sum(widths.values()),
+        f"widest_{what}_bits": widest,
+        f"narrower_{what}s": sum(widths[bits] for bits in narrower),
+    }
+
+
+def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Report:
+    findings = advise(looks)
+    kernels = list(dict.fromkeys(look.kernel for look in looks))
+    num = "1 kernel" if len(kernels) == 1 else f"{len(kernels)} kernels"
+    answer = f"{target.name}: {findings[0].title}" if findings else ""
+    if len(findings) > 1:
+        answer += f", and {len(findings) - 1} more"
+    next_step = f"nearlight bench {target.name}" if target.op else ""
+    if unknown := [look for look in looks if look.code and not look.occupancy]:
+        next_step = f"for the occupancy: nearlight inspect {target.name} --block 256"
+        if any(look.code and _lacks_shared_bytes(look.build, look.code) for look in unknown):
+            next_step += " --shared BYTES"
+    return Report(
+        verb="inspect",
+        answer=answer or f"{target.name}: {num} for {', '.join(archs)}: {_summary(looks)}",
+        target=target.name,
+        setup=f"{num}, compiled for {', '.join(archs)}; counts are of instructions as they stand "
+        "in the code, not as often as they run",
+        versions=versions(),
+        findings=findings,
+        rows=[row_of(look) for look in sorted(looks, key=lambda look: kernels.index(look.kernel))],
+        next=next_step or f"compare: nearlight inspect --diff {target.name} OTHER",
+    )
+
+
+def _summary(looks: Sequence[Look]) -> str:
+    """Return what holds for kernels of which nothing has to be said."""
+    parts = ["no spills, no local arrays"]
+    shares = sorted(look.occupancy.share for look in looks if look.occupancy)
+    if shares:
+        low, high = f"{shares[0]:.0%}", f"{shares[-1]:.0%}"
+        parts.append(f"occupancy {low}" if low == high else f"occupancy {low} to {high}")
+    units = dict.fromkeys(unit for look in looks if look.code for unit in look.code.matrix_units)
+    return ", ".join([*parts, *([f"tensor cores by {', '.join(units)}"] if units else [])])

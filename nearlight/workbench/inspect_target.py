@@ -1,0 +1,231 @@
+"""What `inspect` is pointed at: an op, a .cu file or a bare Triton kernel, as builds per arch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from nearlight.core import cuda, cuda_arguments
+from nearlight.core.errors import BadInput
+from nearlight.core.op import KernelBuild, Op
+from nearlight.workbench.check import load_file, load_op
+
+_TYPE = re.compile(r"\*?(?:i1|[iu](?:8|16|32|64)|fp16|bf16|fp32|fp64|fp8e4nv|fp8e5)(?::(?:1|16))?")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Kernels to look into.
+
+    Attributes:
+        name: what the user named.
+        builds: `(arch) -> the kernels as they are compiled for it`.
+        op: the record, where it is one.
+    """
+
+    name: str
+    builds: Callable[[str], Sequence[KernelBuild]]
+    op: Op | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user adds to a kernel that has no Op record.
+
+    Attributes:
+        block: threads of a block of a .cu file's kernels; 0 where nothing is said.
+        shared: bytes of dynamic shared memory of such a block.
+        types: "x_ptr=*bf16,n=i64" for a Triton kernel's arguments.
+        constants: "BLOCK=1024,num_warps=8", its compile-time constants and launch options.
+    """
+
+    block: int = 0
+    shared: int = 0
+    types: str = ""
+    constants: str = ""
+
+    def fitting(self, name: str, pair: Sequence[str]) -> Options:
+        """Return what is meant for one of two targets of different kinds."""
+        suffix = _split(name)[1]
+        if all(_split(each)[1] == suffix for each in pair):
+            return self
+        is_python = suffix == ".py"
+        return Options(
+            self.block if suffix == ".cu" else 0,
+            self.shared if suffix == ".cu" else 0,
+            self.types if is_python else "",
+            self.constants if is_python else "",
+        )
+
+
+def find(name: str, options: Options) -> Target:
+    """Return what a target names.
+
+    Args:
+        name: an op of ours, "file.py", "file.py:NAME" (an Op record or a kernel), "file.cu" or
+            "file.cu:kernel<args>".
+        options: refused where the target knows better.
+
+    Raises:
+        BadInput: nothing of that name, or options that are missing or too many.
+    """
+    path, suffix, kernel = _split(name)
+    if suffix != ".cu" and (options.block or options.shared):
+        raise BadInput(f"--block and --shared are for a .cu file; {name} says how it is launched")
+    if suffix != ".py" and (options.types or options.constants):
+        raise BadInput(
+            f"--types and --constants are for a Triton kernel, file.py:kernel; not {name}"
+        )
+    if suffix == ".cu":
+        return _cuda_target(name, path, kernel, options)
+    if not suffix:
+        op = load_op(name)
+        return Target(name, op.builds, op)
+    return _python_target(name, path, kernel, options)
+
+
+def _split(name: str) -> tuple[Path, str, str]:
+    """Return "file.cu", ".cu" and "ns::kernel" of "file.cu:ns::kernel"."""
+    match = re.fullmatch(r"(.*?(\.cu|\.py))(?::(.+))?", name)
+    return (Path(match[1]), match[2], match[3] or "") if match else (Path(name), "", "")
+
+
+def _cuda_target(name: str, path: Path, kernel: str, options: Options) -> Target:
+    if not path.is_file():
+        raise BadInput(f"no file {path}")
+    if not 0 <= options.block <= 1024:
+        raise BadInput(f"--block {options.block}: a block has 1 to 1024 threads")
+    if options.shared < 0:
+        raise BadInput(f"--shared {options.shared}: bytes of shared memory are not below 0")
+    found = cuda_arguments.kernels(path.read_text(encoding="utf-8"))
+    names = [kernel] if kernel else [each for each, is_template in found.items() if not is_template]
+    plain = kernel.partition("<")[0].rpartition("::")[2]
+    if not names or (kernel and plain not in found):
+        written = [f"{each}<float>" if is_template else each for each, is_template in found.items()]
+        offered = ", ".join(get_close_matches(kernel, written, cutoff=0.4) or written) or "none"
+        what = f"no kernel {kernel!r}" if kernel else "only templates"
+        raise BadInput(f"{path} has {what}; name one as {path}:NAME, it defines: {offered}")
+    if kernel and found[plain] and "<" not in kernel:
+        raise BadInput(f"{kernel} is a template: name its arguments, {path}:{kernel}<float>")
+    builds = [
+        KernelBuild(
+            cuda.Kernel(path, each), {}, {}, num_threads=options.block, shared_bytes=options.shared
+        )
+        for each in names
+    ]
+    return Target(name, lambda arch: builds)
+
+
+def _python_target(name: str, path: Path, attribute: str, options: Options) -> Target:
+    module = load_file(path)
+    members = vars(module)
+    found = members.get(attribute or "OP")
+    if isinstance(found, Op):
+        if options.types or options.constants:
+            raise BadInput(f"{name} is an Op record, whose builds say types and constants")
+        return Target(name, found.builds, found)
+    if isinstance(found, cuda.Kernel):
+        build = KernelBuild(found, {}, {})
+        return Target(name, lambda arch: [build])
+    kernel = _unwrapped(found)
+    if kernel is None:
+        known = [each for each, value in members.items() if isinstance(value, Op | cuda.Kernel)]
+        known += [each for each, value in members.items() if _unwrapped(value) is not None]
+        offered = ", ".join(get_close_matches(attribute, known, cutoff=0.4) or known)
+        hint = f"name one of {offered}" if offered else "define OP = Op(...) or a @jit kernel"
+        what = f"kernel or Op record called {attribute}" if attribute else "Op record called OP"
+        raise BadInput(f"{path} has no {what}; {hint}: {path}:NAME")
+    build = triton_build(kernel, name, options.types, options.constants)
+    return Target(name, lambda arch: [build])
+
+
+def _unwrapped(value: Any) -> JITFunction[Any] | None:
+    """Return the kernel inside `triton.autotune` and `triton.heuristics`, None for other things."""
+    while not isinstance(value, JITFunction) and hasattr(value, "fn"):
+        value = value.fn
+    return value if isinstance(value, JITFunction) else None
+
+
+def triton_build(
+    kernel: JITFunction[Any], name: str, types: str = "", constants: str = ""
+) -> KernelBuild:
+    """Return the build of a bare Triton kernel, typed by its annotations and the user.
+
+    Args:
+        kernel: made by `triton.jit` or `nearlight.core.triton.jit`.
+        name: of the target, for the message.
+        types: "x_ptr=*bf16,n=i64"; an annotation (`x_ptr: "*bf16"`) says the same.
+        constants: "BLOCK=1024"; also num_warps and num_stages.
+
+    Raises:
+        BadInput: an argument that is missing, unknown or of no known type; the message holds the
+            options to paste.
+    """
+    parameters = {p.name: p for p in kernel.params}
+    signature = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
+    signature |= _pairs("--types", types, parameters)
+    for argument, kind in signature.items():
+        if not _TYPE.fullmatch(kind):
+            raise BadInput(
+                f"--types {argument}={kind}: allowed are i1, i8 to i64, u8 to u64, fp16, bf16, "
+                "fp32, fp64 and fp8e4nv, fp8e5; * before it for a pointer, :16 behind it for a "
+                "multiple of 16"
+            )
+    given = _pairs("--constants", constants, (*parameters, *_LAUNCH_OPTIONS))
+    values = {argument: _value(argument, text) for argument, text in given.items()}
+    launch = {each: values.pop(each) for each in _LAUNCH_OPTIONS if each in set(values)}
+    signature = {each: kind for each, kind in signature.items() if each not in values}
+    known = {*signature, *values}
+    missing = [p for p in kernel.params if p.name not in known and not p.has_default]
+    if missing:
+        needs_type = [p for p in missing if not p.is_constexpr]
+        lines = {
+            "--types": ",".join(f"{p.name}={_guess(p.name)}" for p in needs_type),
+            "--constants": ",".join(f"{p.name}=128" for p in missing if p.is_constexpr),
+        }
+        pasted = " ".join(f"{option} '{text}'" for option, text in lines.items() if text)
+        raise BadInput(
+            f"{name} takes {', '.join(parameters)}; nothing says what "
+            f"{', '.join(p.name for p in missing)} "
+            f"{'are' if len(missing) > 1 else 'is'}. Correct and add: {pasted}"
+        )
+    return KernelBuild(kernel, signature, values, **launch)
+
+
+def _pairs(option: str, text: str, allowed: Iterable[str]) -> Mapping[str, str]:
+    pairs = {}
+    names = list(allowed)
+    for part in filter(None, text.split(",")):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name not in names or not equals or not value:
+            near = get_close_matches(name, names, 1)
+            hint = f", did you mean {near[0]}?" if near else ";"
+            raise BadInput(f"{option} {part!r}: written NAME=VALUE{hint} names: {', '.join(names)}")
+        pairs[name] = value
+    return pairs
+
+
+def _value(name: str, text: str) -> Any:
+    """Return a number, True, None, "text" or a type of Triton ("tl.float32")."""
+    if text.startswith("tl.") and isinstance(dtype := getattr(tl, text[3:], None), tl.dtype):
+        return dtype
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise BadInput(
+            f"--constants {name}={text}: allowed are numbers, True, False, None, quoted text and "
+            "tl.float32 and the like"
+        ) from None
+
+
+def _guess(name: str) -> str:
+    return "*bf16" if "ptr" in name.lower() else "i64" if "stride" in name.lower() else "i32"

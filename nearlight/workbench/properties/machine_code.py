@@ -1,0 +1,56 @@
+"""Property 12: every kernel compiles for every arch and keeps its budget there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearlight.core.builds import check_budget, compile_build
+from nearlight.core.op import Op
+from nearlight.workbench.property import NotApplicable, Property, any_case, plural, remark
+from nearlight.workbench.trial import Trial
+
+# sm_75 is compiled where an op has builds for it; an op may refuse it.
+ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+MAY_BE_REFUSED = "sm_75"
+
+
+def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
+    """Each arch once, on the record's builds; no input is made."""
+    if not any(op.builds(arch) for arch in ARCHES if arch != MAY_BE_REFUSED):
+        raise NotApplicable("the record names no builds")
+    for arch in ARCHES:
+        yield Trial(any_case(op), step=arch)
+
+
+def examine(op: Op, trial: Trial, device: str) -> str:
+    """Compile the builds for the arch that `step` names, and hold each to its budget."""
+    arch = trial.step
+    try:
+        builds = op.builds(arch)
+        codes = [compile_build(build, arch) for build in builds]
+    except ValueError as error:
+        reason = str(error).strip().splitlines()
+        if arch != MAY_BE_REFUSED:
+            return f"{op.name} does not compile for {arch}: {' '.join(reason)[:400]}"
+        remark(f"{arch} is refused: {reason[0]}")
+        return ""
+    violations = [
+        line
+        for build, code in zip(builds, codes, strict=True)
+        for line in check_budget(build, code)
+    ]
+    if violations:
+        more = f" ({len(violations) - 1} more)" if len(violations) > 1 else ""
+        return violations[0] + more
+    if codes:
+        registers, spills = (
+            max(getattr(c, n) for c in codes) for n in ("registers", "spill_bytes")
+        )
+        kernels = plural(len(codes), "kernel")
+        remark(f"{arch}: {kernels}, at most {registers} registers and {spills} bytes of spills")
+    return ""
+
+
+PROPERTY = Property(
+    12, "machine code", "every kernel compiles for every arch and keeps its budget", trials, examine
+)

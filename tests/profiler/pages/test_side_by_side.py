@@ -1,0 +1,40 @@
+import io
+import re
+
+from rich.console import Console
+
+from nearlight.core.report import Finding, Report
+from nearlight.profiler.pages.terminal import draw
+
+
+def drawn(report, width=80):
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    draw(report, console)
+    return console.file.getvalue()
+
+
+def test_a_table_per_kernel_with_a_line_per_quantity_and_a_column_per_arch():
+    rows = [
+        {"kernel": kernel, "arch": arch, "registers": 1234, "spill_store_bytes": spills, "tma": 0,
+         "occupancy": 0.5, "limited_by": "registers and shared memory"}
+        for kernel in ("a[0]", "b") for arch, spills in (("sm_80", 0), ("sm_90a", 8))
+    ]  # fmt: skip
+    text = drawn(Report("inspect", "the answer", rows=rows, next="next"))
+    assert text.splitlines()[0] == "the answer" and text.splitlines()[-1] == "next"
+    assert text.count("sm_80") == text.count("sm_90a") == 2
+    assert re.search(r"^a\[0\]", text, re.MULTILINE) and re.search(r"^b", text, re.MULTILINE)
+    assert re.search(r"registers +1,234 +1,234", text)
+    assert re.search(r"spill store bytes +0 +8", text)
+    assert re.search(r"occupancy +50% +50%", text)
+    assert "tma" not in text  # 0 everywhere
+
+
+def test_two_targets_have_the_columns_and_advice_promises_nothing():
+    rows = [{"kernel": "k", "arch": "sm_90a", "target": name, "registers": n}
+            for name, n in (("a.cu", 8), ("b.cu", 9))]  # fmt: skip
+    finding = Finding("spills", "8 bytes", "why so", "", 0.0, 0, next_step="fewer values")
+    text = drawn(Report("inspect", "x", rows=rows, findings=[finding]))
+    assert re.search(r"a\.cu +b\.cu", text)
+    assert "1. spills\n" in text and "do: fewer values" in text
+    refused = [*rows[:1], {"kernel": "k", "arch": "sm_90a", "target": "b.cu", "refusal": "no"}]
+    assert re.search(r"refusal +no", drawn(Report("inspect", "x", rows=refused)))

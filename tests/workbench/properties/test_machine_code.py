@@ -1,0 +1,69 @@
+"""Property 12: every build compiles for every arch and keeps its budget, in both languages."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from nearlight.core.cuda import Kernel
+from nearlight.core.op import KernelBuild
+from nearlight.workbench.check import check, load_op
+from nearlight.workbench.properties import machine_code
+from nearlight.workbench.trial import Trial
+
+TWINS = Path(__file__).parents[1] / "twins.py"
+CUDA = Path(__file__).parents[1] / "kernels" / "atomics.cu"
+
+
+def scale(**fields):
+    twin = sys.modules[load_op(str(TWINS)).reference.__module__].twin("")
+    return dataclasses.replace(twin, **fields)
+
+
+def cuda_builds(kernel: str, **fields):
+    build = KernelBuild(Kernel(CUDA, kernel), {}, {}, num_threads=128, **fields)
+    return lambda arch: [build]
+
+
+def test_every_arch_is_summed_up_in_the_row():
+    (row,) = check(scale(builds=cuda_builds("adds_floats")), only=["machine code"]).rows
+    assert (row["status"], row["num_trials"]) == ("passed", 6)
+    for arch in machine_code.ARCHES:
+        assert f"{arch}: 1 kernel, at most " in row["reason"]
+    assert "registers and 0 bytes of spills" in row["reason"]
+
+
+def test_a_broken_budget_is_named():
+    op = load_op(f"{TWINS}:TIGHT")
+    reason = machine_code.examine(op, Trial(op.check_cases[0], step="sm_90"), "cpu")
+    assert "registers per thread, allowed 8" in reason and "_scale_fwd_kernel on sm_90" in reason
+    tight = scale(builds=cuda_builds("adds_in_shared_memory", max_registers=2))
+    assert "allowed 2" in machine_code.examine(tight, Trial(op.check_cases[0], step="sm_80"), "cpu")
+
+
+def test_only_the_oldest_arch_may_be_refused():
+    def builds(arch: str):
+        if arch in ("sm_75", "sm_100"):
+            raise ValueError(f"not for {arch}")
+        return cuda_builds("adds_floats")(arch)
+
+    (row,) = check(scale(builds=builds), only=["machine code"]).rows
+    assert row["status"] == "failed"
+    assert row["reason"] == "scale (sound) does not compile for sm_100: not for sm_100"
+    trial = Trial(scale().check_cases[0], step="sm_75")
+    assert machine_code.examine(scale(builds=builds), trial, "cpu") == ""
+
+
+def test_a_source_that_does_not_compile_gives_the_compilers_lines(tmp_path: Path):
+    file = tmp_path / "broken.cu"
+    file.write_text("__global__ void broken(float* x) {\n  x[0] = nothing;\n}\n")
+    build = KernelBuild(Kernel(file, "broken"), {}, {})
+    op = scale(builds=lambda arch: [build])
+    reason = machine_code.examine(op, Trial(op.check_cases[0], step="sm_90"), "cpu")
+    assert "does not compile for sm_90" in reason and "broken.cu(2)" in reason
+
+
+def test_no_builds_say_nothing():
+    (row,) = check(scale(), only=["machine code"]).rows
+    assert (row["status"], row["reason"]) == ("not applicable", "the record names no builds")

@@ -1,0 +1,36 @@
+"""Property 10: more memory than the record declares is named, with both numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from nearlight.core.op import Case
+from nearlight.workbench.check import check, load_op
+
+TWINS = Path(__file__).parents[1] / "twins.py"
+
+
+def scale(**fields):
+    twin = sys.modules[load_op(f"{TWINS}").reference.__module__].twin("")
+    return dataclasses.replace(twin, **fields)
+
+
+def test_more_than_declared_is_named_with_both_numbers():
+    op = scale()
+    assert check(op, only=["memory"]).rows[0]["status"] == "passed"
+    sound = op.function
+
+    def keeps_a_copy(x, weight):
+        copy = x.detach().clone()
+        return sound(x, weight) + 0 * copy.sum()
+
+    row = check(dataclasses.replace(op, function=keeps_a_copy), only=["memory"]).rows[0]
+    assert row["status"] == "failed" and "declares 0" in row["reason"]
+    roomy = scale(function=keeps_a_copy, extra_bytes=lambda case: 3 * 4 * _elements(case))
+    assert check(roomy, only=["memory"]).rows[0]["status"] == "passed"
+
+
+def _elements(case: Case) -> int:
+    return case.shape["rows"] * case.shape["columns"]

@@ -1,0 +1,206 @@
+"""An op that crashes, hangs, leaves or shouts takes its own process along, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nearlight.core.errors import BadInput, MissingPart
+from nearlight.workbench.apart import check_apart
+from nearlight.workbench.check import check, load_op
+
+WriteOp = Callable[..., Path]
+TWINS = Path(__file__).with_name("twins.py")
+
+ENDINGS = [
+    ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV at twice.py:"),
+    ("ctypes.string_at(0)", "ended by SIGSEGV at twice.py:"),
+    ("os._exit(0)", "ended the process with exit code 0"),
+    ("sys.exit(3)", "raised SystemExit: 3"),
+]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A killed process that nobody has waited for yet is dead all the same.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+@pytest.mark.parametrize(("body", "reason"), ENDINGS)
+def test_an_op_that_ends_its_process_fails_with_its_input(
+    write_op: WriteOp, body: str, reason: str
+):
+    file = write_op(body=f"x.shape[0] == 9 and {body}")
+    report = check_apart(str(file), only=["values"])
+    (row,) = report.rows
+    assert row["status"] == "failed" and row["reason"].startswith(reason)
+    assert "reproduce('" in row["reproduce"] and "'values', {'rows': 9, " in row["reproduce"]
+    assert row["num_trials"] > 1
+    assert report.proof is not None and not report.proof.passed
+    assert report.answer == "twice: 0 of 1 properties hold; broken: values"
+    assert report.next == row["reproduce"]
+
+
+@pytest.mark.parametrize("body", ["while True: pass", "time.sleep(60)"])
+def test_an_op_that_hangs_fails_with_its_input(write_op: WriteOp, body: str):
+    report = check_apart(str(write_op(body=body)), only=["values"], trial_seconds=3.0)
+    (row,) = report.rows
+    assert row["status"] == "failed" and row["num_trials"] == 1
+    assert row["reason"].startswith("did not finish in 3 s")
+    assert "'values', {'rows': 3, 'columns': 5}, torch.float32" in row["reproduce"]
+
+
+def test_a_loop_in_an_interpreted_kernel_is_ended(tmp_path: Path):
+    file = tmp_path / "loops.py"
+    text = TWINS.read_text(encoding="utf-8")
+    text = text.replace("    x = tl.load(", "    while M > 0:\n        N = N\n    x = tl.load(", 1)
+    file.write_text(text, encoding="utf-8")
+    (row,) = check_apart(str(file), only=["poison"], trial_seconds=3.0).rows
+    assert row["status"] == "failed" and row["reason"].startswith("did not finish in 3 s")
+
+
+def test_the_other_properties_are_proved_by_the_next_child(write_op: WriteOp):
+    file = write_op(body="x.stride() == (5, 1) and x.shape[0] == 9 and os._exit(7)")
+    report = check_apart(str(file), only=["values", "layouts", "extremes"])
+    status = {row["property"]: row["status"] for row in report.rows}
+    assert status == {"values": "failed", "layouts": "passed", "extremes": "passed"}
+    assert report.answer == "twice: 2 of 3 properties hold; broken: values"
+
+
+def test_a_crash_while_a_failure_is_made_smaller_keeps_the_failure(write_op: WriteOp):
+    file = write_op(body="if len(x) < 3: os._exit(7)\n    return (2.1 if len(x) == 3 else 2) * x")
+    (row,) = check_apart(str(file), only=["values"]).rows
+    assert "{'rows': 3, 'columns': 5}" in row["reproduce"] and row["num_trials"] >= 1
+    assert row["reason"].startswith("output")
+    assert row["reason"].endswith("(a smaller input: ended the process with exit code 7)")
+
+
+def test_a_crash_before_the_first_input_says_so(tmp_path: Path, write_op: WriteOp):
+    file = write_op(top="from nearlight.workbench.properties import values")
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("check_cases=[", "check_cases=map(os._exit, [4]) or [", 1))
+    (row,) = check_apart(str(file), only=["values"]).rows
+    assert row["reason"] == "ended the process with exit code 4 while inputs were chosen"
+    assert row["reproduce"].endswith(f"check(load_op('{file}:OP'), device='cpu', only=['values']))")
+
+
+def test_what_an_op_prints_stays_out_of_the_report(write_op: WriteOp, tmp_path: Path):
+    file = write_op(body="print('{' * 200_000)")
+    command = [sys.executable, "-m", "nearlight", "check", file, "--only", "values", "--json", "-"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False
+        )
+    assert done.returncode == 0
+    assert done.stdout.startswith('{\n "schema"')
+    assert "{{{{" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("planted", "code", "complaint"),
+    [
+        ({"body": "os.kill(os.getpid(), signal.SIGSEGV)"}, 1, "poison: failed"),
+        ({"top": "x = = 3"}, 2, "twice.py:7: SyntaxError"),
+    ],
+)
+def test_the_command_line_tells_a_broken_op_from_a_broken_file(
+    write_op: WriteOp, planted: dict[str, str], code: int, complaint: str
+):
+    command = [sys.executable, "-m", "nearlight", "check", write_op(**planted), "--only", "poison"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert complaint in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert ("ended by SIGSEGV" in " ".join(done.stdout.split())) is (code == 1)
+
+
+def test_the_report_is_that_of_a_check_in_this_process():
+    apart = check_apart(str(TWINS), quick=True).to_dict()
+    here = check(load_op(str(TWINS)), quick=True).to_dict()
+    for report in (apart, here):
+        for row in report["rows"]:
+            del row["seconds"]
+    assert apart.pop("next") == f"nearlight bench {TWINS}"
+    assert here.pop("next") == f"nearlight bench {TWINS}:OP"
+    assert apart == here
+
+
+IMPORTS = [
+    ("x = = 3", "twice.py:7: SyntaxError"),
+    ("undefined", "twice.py:7: NameError: name 'undefined' is not defined"),
+    ("os._exit(0)", "ended the process with exit code 0 while it was imported"),
+    ("del Op; Op = dict", "has no Op record called OP"),
+    (
+        "from nearlight.workbench.apart import check_apart; check_apart(__file__)",
+        "put the call below `if __name__ == '__main__':`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("top", "message"), IMPORTS)
+def test_a_file_that_does_not_import_is_bad_input(write_op: WriteOp, top: str, message: str):
+    with pytest.raises(BadInput) as caught:
+        check_apart(str(write_op(top=top)), quick=True)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_does_not_finish_importing_is_bad_input(write_op: WriteOp):
+    file = write_op(top="time.sleep(60)")
+    with pytest.raises(BadInput, match=r"twice\.py: did not finish in 3 s.* while it was imported"):
+        check_apart(str(file), start_seconds=3.0)
+
+
+def test_what_is_wrongly_asked_for_comes_back_as_it_was_raised():
+    with pytest.raises(BadInput, match="no property called 'speed'"):
+        check_apart("rms_norm", only=["speed"])
+    with pytest.raises(MissingPart, match="no GPU that torch sees"):
+        check_apart("rms_norm", device="cuda:99")
+
+
+def test_this_side_loads_neither_torch_nor_the_file(write_op: WriteOp):
+    code = (
+        "import sys; from nearlight.workbench.apart import check_apart;"
+        f"report = check_apart({str(write_op())!r}, only=['poison']);"
+        "print(report.proof.passed, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_behind(write_op: WriteOp, tmp_path: Path, ending: signal.Signals):
+    told = tmp_path / "pids"
+    body = (
+        f"p = subprocess.Popen(['sleep', '60']) if not os.path.exists({str(told)!r}) else None; "
+        f"open({str(told)!r}, 'x').write(f'{{os.getpid()}} {{p.pid}}\\n'); time.sleep(60)"
+    )
+    command = [sys.executable, "-m", "nearlight", "check", str(write_op(body=body)), "--quick"]
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 20
+    while not (told.exists() and told.read_text().endswith("\n")) and time.monotonic() < end:
+        time.sleep(0.05)
+    child, grandchild = map(int, told.read_text().split())
+    parent.send_signal(ending)
+    parent.wait(10)
+    assert gone(child)
+    if ending is signal.SIGINT:
+        assert gone(grandchild)
+    elif is_alive(grandchild):
+        os.kill(grandchild, signal.SIGKILL)  # the parent had no say in its own end

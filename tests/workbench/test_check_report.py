@@ -1,0 +1,50 @@
+"""The report of a check: what its first line counts, and what failed, as lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_report, broken
+
+HEADER = Header("scale", "my_op.py", False, "cpu", "", {"torch": "2"})
+PASSED = Row(1, "values", "passed", 3, "", "", 0.1, ["k"])
+FAILED = Row(2, "layouts", "failed", 1, "output differs", "reproduce(1)", 0.1)
+GPU = Row(9, "determinism", NOT_APPLICABLE, 0, "proves nothing here: run it on a GPU", "", 0.0)
+NEVER = Row(4, "size", NOT_APPLICABLE, 0, "the record names no case", "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "answer", "passed"),
+    [
+        ([PASSED], "scale: 1 of 1 properties hold", True),
+        ([PASSED, GPU, NEVER], "scale: 1 of 1 properties hold, 1 needs a GPU", True),
+        ([PASSED, GPU, GPU], "scale: 1 of 1 properties hold, 2 need a GPU", True),
+        (
+            [PASSED, FAILED, GPU],
+            "scale: 1 of 2 properties hold, 1 needs a GPU; broken: layouts",
+            False,
+        ),
+        ([GPU], "scale: 0 of 0 properties hold, 1 needs a GPU", False),
+    ],
+)
+def test_the_answer_counts_what_holds_and_what_needs_a_gpu(rows, answer, passed):
+    report = as_report(HEADER, rows)
+    assert report.answer == answer
+    assert report.proof is not None and report.proof.passed is passed
+    assert bool(broken(report)) is not passed
+
+
+def test_on_a_gpu_nothing_needs_one():
+    header = Header("scale", "scale", True, "cuda", "h200", {})
+    report = as_report(header, [PASSED, GPU])
+    assert report.answer == "scale: 1 of 1 properties hold"
+    assert report.setup == "quick check, on cuda; launched k" and report.gpu == "h200"
+
+
+def test_what_is_broken_comes_with_the_line_that_shows_it():
+    report = as_report(HEADER, [PASSED, FAILED])
+    assert broken(report) == ["layouts: output differs\n  reproduce(1)"]
+    assert report.next == "reproduce(1)"
+    assert as_report(HEADER, [PASSED]).next == "nearlight bench my_op.py"
+    nothing = broken(as_report(HEADER, [GPU]))
+    assert nothing == ["no property could be judged here", f"determinism: {GPU.reason}"]

@@ -1,0 +1,63 @@
+"""Planted defects: `check` names each by the one property that must, and passes its sound twin."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nearlight
+from nearlight.workbench.apart import check_apart
+from nearlight.workbench.check import check, load_op
+
+TABLE = runpy.run_path(str(Path(__file__).parent / "defects" / "table.py"))
+DEFECTS = TABLE["DEFECTS"]
+WITHOUT_GPU = [defect for defect in DEFECTS if not defect.needs_gpu]
+WITH_GPU = [defect for defect in DEFECTS if defect.needs_gpu]
+RESULTS = Path(nearlight.__file__).parent / "data" / "results" / "h200" / "defects.json"
+# What a defect of this property does to the process that meets it.
+MAY_CRASH = ("size",)
+
+
+def name(defect) -> str:
+    return f"{defect.file}:{defect.record}"
+
+
+def test_there_are_enough_in_both_languages():
+    assert len(DEFECTS) >= 24
+    assert sum(defect.language == "CUDA C++" for defect in DEFECTS) >= 8
+    assert len({name(defect) for defect in DEFECTS}) == len(DEFECTS)
+
+
+@pytest.mark.parametrize("defect", WITHOUT_GPU, ids=name)
+def test_the_property_that_must_names_it(defect):
+    if defect.property in MAY_CRASH:
+        report = check_apart(defect.target, only=[defect.property])
+    else:
+        report = check(load_op(defect.target), only=[defect.property])
+    (row,) = report.rows
+    assert row["status"] == "failed", row
+    assert defect.words in row["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["scale.py", "softmax.py", "pack.py", "center.py"])
+def test_the_sound_twin_has_every_property(file):
+    report = check(load_op(str(TABLE["FOLDER"] / file)))
+    assert report.proof is not None and report.proof.passed, report.rows
+
+
+def test_the_script_for_a_gpu_writes_what_the_last_test_reads(tmp_path):
+    script, target = TABLE["FOLDER"] / "run.py", tmp_path / "defects.json"
+    options = ["--device", "cpu", "--only", "pack.py:RETURNED_ALIAS", "--json", str(target)]
+    done = subprocess.run(
+        [sys.executable, str(script), *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(target.read_text("utf-8"))["rows"]
+    assert row["status"] == "failed" and row["sound"] == "passed" and row["caught"] is True
+    assert (row["property"], row["expected"]) == ("torch", "returns an alias")

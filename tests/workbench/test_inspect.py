@@ -1,0 +1,142 @@
+from pathlib import Path
+
+import pytest
+
+from nearlight.core.errors import BadInput
+from nearlight.workbench.inspect import inspect
+
+HERE = Path(__file__).parent
+CU = str(HERE / "kernels" / "inspected.cu")
+PY = str(HERE / "inspected.py")
+PRODUCT = {"types": "a_ptr=*fp16,c_ptr=*fp32", "constants": "PRECISION='ieee',BLOCK=32"}
+
+
+def rows(report):
+    return {(row["kernel"], row["arch"]): row for row in report.rows}
+
+
+def test_a_spill_is_told_from_a_local_array():
+    report = inspect(CU, ["sm_90"])
+    found = rows(report)
+    assert list(found) == [(name, "sm_90a") for name in ("spills", "local_array", "sum")]
+    spills, array = found["spills", "sm_90a"], found["local_array", "sm_90a"]
+    assert spills["local_memory"] == "spills" and spills["spill_store_bytes"] > 0
+    assert array["local_memory"] == "local array, no spill"
+    assert array["stack_bytes"] == 96 * 4 and array["spill_store_bytes"] == 0
+    assert array["local_loads"] > 0 and array["local_stores"] > 0
+    assert found["sum", "sm_90a"]["local_memory"] == "none"
+    assert report.answer == f"{CU}: registers spill on sm_90a (spills), and 1 more"
+
+
+def test_accesses_atomics_and_barriers_are_counted():
+    found = rows(inspect(CU, ["sm_80"]))
+    total = found["sum", "sm_80"]
+    assert (total["global_loads"], total["widest_load_bits"], total["narrower_loads"]) == (
+        1,
+        128,
+        0,
+    )
+    assert total["atomics"] == 1 and total["global_stores"] == 0 and total["barriers"] == 0
+    spills = found["spills", "sm_80"]
+    assert (spills["global_loads"], spills["widest_load_bits"]) == (96, 32)
+    assert spills["barriers"] == 1 and spills["instructions"] > 192
+
+
+def test_occupancy_is_of_the_block_that_is_known():
+    bound = rows(inspect(f"{CU}:copy<float>", ["sm_90"]))["copy<float>", "sm_90a"]
+    assert bound["num_threads"] == 256 and bound["occupancy"] == 1.0
+    assert bound["limited_by"] == "nothing"
+    given = rows(inspect(f"{CU}:copy<float>", ["sm_90"], block=32))["copy<float>", "sm_90a"]
+    assert (given["num_threads"], given["blocks_per_sm"], given["limited_by"]) == (32, 32, "blocks")
+    unknown = inspect(f"{CU}:sum", ["sm_90"])
+    assert "occupancy" not in unknown.rows[0] and unknown.next.endswith("--block 256")
+
+
+def test_occupancy_is_not_told_where_the_launch_sizes_the_shared_memory(tmp_path):
+    file = tmp_path / "dynamic.cu"
+    file.write_text("""
+    __global__ void __launch_bounds__(128) without(float* out) { *out = 1; }
+    __global__ void __launch_bounds__(128) with(float* out) {
+      extern __shared__ float tile_smem[];
+      tile_smem[threadIdx.x] = out[threadIdx.x];
+      __syncthreads();
+      out[threadIdx.x] = tile_smem[127 - threadIdx.x];
+    }
+    """)
+    report = inspect(str(file), ["sm_90"])
+    assert [row.get("limited_by") for row in report.rows] == ["nothing", None]
+    assert report.next.endswith("--block 256 --shared BYTES")
+    (row,) = inspect(f"{file}:with", ["sm_90"], shared=100 * 1024).rows
+    assert (row["shared_bytes"], row["blocks_per_sm"]) == (100 * 1024, 2)
+    assert row["limited_by"] == "shared memory"
+
+
+def test_a_matrix_product_has_no_tensor_cores_on_turing():
+    report = inspect(f"{PY}:_product_kernel", ["sm_75", "sm_80", "sm_120"], **PRODUCT)
+    found = {row["arch"]: row for row in report.rows}
+    assert "no tensor cores on sm_75" in report.answer and "sm_80" not in report.answer
+    assert found["sm_75"]["matrix_unit"] == "none" and found["sm_75"]["scalar_fmas"] > 0
+    assert found["sm_80"]["matrix_unit"] == found["sm_120a"]["matrix_unit"] == "HMMA"
+    assert found["sm_80"]["shared_bytes"] > 0 and found["sm_80"]["blocks_per_sm"] > 1
+    assert found["sm_80"]["matrix_instructions"] > 0 == found["sm_80"]["scalar_fmas"]
+
+
+def test_an_op_is_inspected_as_it_is_built():
+    report = inspect(f"{HERE / 'twins.py'}", ["sm_90"])
+    (row,) = report.rows
+    assert row["kernel"] == "_scale_fwd_kernel fp32" and row["num_threads"] == 128
+    assert "no spills" in report.answer and report.next.startswith("nearlight bench")
+
+
+def test_builds_of_one_kernel_are_told_apart_by_their_constants(tmp_path):
+    file = tmp_path / "many.py"
+    file.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "from dataclasses import replace\nimport twins\n"
+        "(build,) = twins.OP.builds('sm_80')\n"
+        "builds = [replace(build, constants={**build.constants, 'BLOCK_N': n}) for n in (16, 32)]\n"
+        "OP = replace(twins.OP, builds=lambda arch: builds)\n"
+    )
+    found = [(row["kernel"], row["constants"]) for row in inspect(str(file), ["sm_80"]).rows]
+    name = "_scale_fwd_kernel fp32"
+    assert found == [(f"{name} #1", "BLOCK_N=16"), (f"{name} #2", "BLOCK_N=32")]
+
+
+def test_an_op_without_kernels_for_an_arch_says_so_beside_the_others(monkeypatch):
+    with pytest.raises(BadInput, match="needs sm_80"):
+        inspect(f"{HERE / 'twins.py'}:REFUSES_ARCH", ["sm_75"])
+    with pytest.raises(BadInput, match="names no kernels"):
+        inspect(f"{HERE / 'twins.py'}:UNKNOWN_FAMILY", ["sm_80"])
+
+
+@pytest.mark.parametrize("archs", [["sm_91"], ["sm_80", ""], ["hopper"]])
+def test_an_unknown_arch_is_refused(archs):
+    with pytest.raises(BadInput, match="allowed are sm_75, sm_80"):
+        inspect(CU, archs)
+
+
+def test_what_does_not_compile_shows_the_compilers_lines(tmp_path):
+    file = tmp_path / "bad.cu"
+    file.write_text("// first\n__global__ void f(int* x) {\n  x[0] = y;\n}\n")
+    with pytest.raises(BadInput, match=r'bad.cu\(3\): error: identifier "y"') as error:
+        inspect(str(file))
+    assert "\0" not in str(error.value)
+    line = (HERE / "inspected.py").read_text().splitlines().index("    offsets = tl.arange(0, 15)")
+    with pytest.raises(BadInput, match=rf"inspected.py:{line + 1}: .*power of 2"):
+        inspect(f"{PY}:_broken_kernel")
+    with pytest.raises(BadInput, match="nothing says what"):
+        inspect(f"{PY}:_product_kernel")
+
+
+def test_one_arch_may_refuse_what_another_takes(tmp_path):
+    file = tmp_path / "own.cu"
+    file.write_text('__global__ void f() { asm volatile("wgmma.fence.sync.aligned;"); }\n')
+    report = inspect(str(file), ["sm_80", "sm_90"])
+    refused, taken = report.rows
+    assert "wgmma" in refused["refusal"] and taken["registers"] > 0
+    assert "no machine code on sm_80" in report.answer
+
+
+def test_two_targets_take_one_arch():
+    with pytest.raises(BadInput, match="compared on one arch, not on sm_80, sm_90a"):
+        inspect(CU, ["sm_80", "sm_90"], other=CU)

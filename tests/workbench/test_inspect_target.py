@@ -1,0 +1,92 @@
+from pathlib import Path
+
+import pytest
+
+from nearlight.core.errors import BadInput
+from nearlight.workbench.inspect_target import Options, find
+
+HERE = Path(__file__).parent
+CU = HERE / "kernels" / "inspected.cu"
+PY = HERE / "inspected.py"
+PRODUCT = Options(types="a_ptr=*fp16,c_ptr=*fp32", constants="PRECISION='ieee',BLOCK=32")
+
+
+def builds(name, **options):
+    return find(name, Options(**options)).builds("sm_90a")
+
+
+def test_a_cuda_file_gives_its_kernels_but_templates():
+    assert [b.kernel.name for b in builds(str(CU))] == ["spills", "local_array", "sum"]
+    assert [b.num_threads for b in builds(str(CU), block=128)] == [128] * 3
+    (build,) = builds(f"{CU}:copy<float>")
+    assert build.kernel.name == "copy<float>" and build.kernel.path == CU
+
+
+def test_ops_are_found_by_name_and_by_file():
+    assert find("swiglu", Options()).op.name == "swiglu"
+    target = find(str(HERE / "twins.py") + ":TIGHT", Options())
+    assert target.op is not None and len(target.builds("sm_80")) == 1
+
+
+def test_types_come_from_annotations_and_options():
+    (build,) = builds(f"{PY}:_copy_kernel")
+    assert build.signature == {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
+    (build,) = builds(f"{PY}:_copy_kernel", types="n=i64:16", constants="BLOCK=64,num_warps=8")
+    assert build.signature["n"] == "i64:16" and build.constants == {"BLOCK": 64}
+    assert build.num_warps == 8
+    (build,) = builds(f"{PY}:_copy_kernel", constants="n=1,BLOCK=64")
+    assert "n" not in build.signature and build.constants["n"] == 1
+    (build,) = builds(f"{PY}:_tuned_kernel", constants="BLOCK=64")
+    assert build.kernel.__name__ == "_tuned_kernel"
+
+
+def test_what_is_missing_stands_in_the_message_to_be_pasted():
+    with pytest.raises(BadInput, match="a_ptr, c_ptr, PRECISION, BLOCK are") as error:
+        find(f"{PY}:_product_kernel", Options())
+    assert "--types 'a_ptr=*bf16,c_ptr=*bf16' --constants 'PRECISION=128,BLOCK=128'" in str(
+        error.value
+    )
+    assert len(find(f"{PY}:_product_kernel", PRODUCT).builds("sm_80")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("swglu", {}, "nearest: swiglu"),
+        ("nothing.cu", {}, "no file nothing.cu"),
+        (f"{CU}:spill", {}, "no kernel 'spill'.*it defines: spills"),
+        (f"{CU}:copy", {}, "copy is a template.*copy<float>"),
+        (f"{CU}:spills", {"block": 2048}, "1 to 1024 threads"),
+        (f"{CU}:spills", {"types": "x=i32"}, "Triton"),
+        ("swiglu", {"block": 32}, "--block and --shared are for a .cu file"),
+        (f"{CU}:spills", {"shared": -1}, "not below 0"),
+        (str(HERE / "twins.py"), {"constants": "BLOCK=1"}, "is an Op record"),
+        (str(PY), {}, "no Op record called OP; name one of _copy_kernel, _product_kernel"),
+        (f"{PY}:_cpy_kernel", {}, "name one of _copy_kernel"),
+        (f"{PY}:_copy_kernel", {"types": "xptr=*fp32"}, "did you mean x_ptr"),
+        (f"{PY}:_copy_kernel", {"types": "n"}, "NAME=VALUE"),
+        (f"{PY}:_copy_kernel", {"types": "n=int"}, "n=int: allowed are i1"),
+        (f"{PY}:_copy_kernel", {"constants": "BLOCK=tl.flot32"}, "allowed are numbers"),
+    ],
+)
+def test_bad_input_is_named(name, options, message):
+    with pytest.raises(BadInput, match=message):
+        find(name, Options(**options))
+
+
+def test_a_file_of_templates_alone_says_how_to_name_one(tmp_path):
+    file = tmp_path / "k.cu"
+    file.write_text("template <typename T> __global__ void copy(T* x) {}\n")
+    with pytest.raises(BadInput, match="only templates.*it defines: copy<float>"):
+        find(str(file), Options())
+    file.write_text("__device__ void f() {}\n")
+    with pytest.raises(BadInput, match="it defines: none"):
+        find(str(file), Options())
+
+
+def test_options_of_a_mixed_pair_go_where_they_are_meant():
+    options = Options(64, 128, "n=i32", "BLOCK=64")
+    pair = (f"{CU}:sum", f"{PY}:_copy_kernel")
+    assert options.fitting(pair[0], pair) == Options(64, 128)
+    assert options.fitting(pair[1], pair) == Options(0, 0, "n=i32", "BLOCK=64")
+    assert options.fitting(pair[0], (pair[0], pair[0])) == options

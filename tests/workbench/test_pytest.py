@@ -1,0 +1,85 @@
+"""The pytest plugin: tests of properties by name, the fixture, and what a failure says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Here and not in a test: pytester forgets what a test imports, and torch cannot be loaded twice.
+from nearlight.workbench import pytest as plugin
+from nearlight.workbench.properties import PROPERTIES
+
+pytest_plugins = ["pytester"]
+WriteOp = Callable[..., Path]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester):
+    def call(*arguments: object) -> pytest.RunResult:
+        plugins = ("-p", plugin.__name__, "-p", "no:cacheprovider", "-v")
+        return pytester.runpytest_inprocess(*plugins, *arguments)
+
+    return call
+
+
+def test_an_op_gets_a_test_for_each_property(run, pytester: pytest.Pytester, write_op: WriteOp):
+    write_op(body="x.stride() == (5, 1) and os._exit(7)").rename(pytester.path / "my_op.py")
+    result = run("--nearlight-op", "my_op.py:OP", "-k", "values or sanitizer")
+    result.assert_outcomes(failed=1, skipped=1, deselected=num_properties() - 2)
+    result.stdout.fnmatch_lines(
+        [
+            "my_op.py::OP[[]values] FAILED*",
+            "my_op.py::OP[[]sanitizer] SKIPPED (compute-sanitizer watches*",
+            "values: ended the process with exit code 7",
+            "  import torch; from nearlight.workbench.check import reproduce; *'values'*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_quick_takes_the_quick_properties_and_more_ops(
+    run, pytester: pytest.Pytester, write_op: WriteOp
+):
+    write_op(top="undefined").rename(pytester.path / "my_op.py")
+    options = ["--nearlight-op", "my_op.py", "--nearlight-op", "swiglu", "--nearlight-quick"]
+    result = run(*options, "-k", "poison")
+    result.assert_outcomes(failed=1, passed=1, deselected=2 * (num_properties(True) - 1))
+    result.stdout.fnmatch_lines(["swiglu::OP[[]poison] PASSED*", "*my_op.py:7: NameError: *"])
+
+
+def test_a_file_that_is_not_there_is_a_usage_error(run):
+    result = run("--nearlight-op", "absent.py")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--nearlight-op absent.py: no file *absent.py"])
+
+
+def test_the_fixture_proves_files_beside_the_test_and_records(
+    run, pytester: pytest.Pytester, write_op: WriteOp
+):
+    folder = pytester.mkdir("tests")
+    write_op().rename(folder / "good.py")
+    write_op(body="return 3 * x").rename(folder / "bad.py")
+    (folder / "test_ops.py").write_text(
+        "from nearlight.workbench.check import load_op\n"
+        "BAD = load_op(__file__.replace('test_ops', 'bad'))\n"
+        "def test_good(check_op):\n"
+        "    assert check_op('good.py', quick=True).proof.passed\n"
+        "def test_bad(check_op):\n"
+        "    check_op(BAD, only=['values'])\n",
+        encoding="utf-8",
+    )
+    result = run("tests")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "twice: 0 of 1 properties hold; broken: values",
+            "values: output*",
+            "  import torch; from nearlight.workbench.check import reproduce; *bad.py:OP*",
+        ]
+    )
+
+
+def num_properties(quick: bool = False) -> int:
+    return sum(prop.in_quick or not quick for prop in PROPERTIES)

@@ -1,0 +1,124 @@
+"""One property of one op: rows, the smallest failing input, kernels that cannot run here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from nearlight.core import cuda
+from nearlight.core.op import Case
+from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check_report import NOT_APPLICABLE
+from nearlight.workbench.property import Property
+from nearlight.workbench.trial import Rejected, Trial
+from nearlight.workbench.verdict import ON_A_GPU, home_of, prove_property, source_of
+
+TWINS = Path(__file__).with_name("twins.py")
+OP = load_op(str(TWINS))
+CU = 'extern "C" __global__ void scale(float* y, const float* x, long n) {}\n'
+
+
+def test_a_row_on_few_cases_names_them():
+    cases = [
+        Case("long", {"rows": 3, "columns": 5}, torch.bfloat16, {"casting": "llama"}),
+        Case("wide", {"rows": 1, "columns": 70}, torch.float32),
+    ]
+
+    def row_of(cases):
+        found = Property(4, "size", "", lambda *_: map(Trial, cases), lambda *_: "")
+        return prove_property(found, OP, False, "cpu")
+
+    row = row_of([*cases, cases[0]])
+    assert row.reason == (
+        "on rows 3 × columns 5 in bfloat16, casting=llama; rows 1 × columns 70 in float32"
+    )
+    assert row.num_trials == 3
+    many = [Case("", {"rows": n, "columns": 2}, torch.float32) for n in range(1, 6)]
+    assert row_of(many).reason == ""
+
+
+def test_each_input_is_announced_before_it_runs_and_each_smaller_failure_with_its_reason():
+    told: list[tuple[str, ...]] = []
+
+    def examine(op, trial, device):
+        rows = trial.case.shape["rows"]
+        told.append(("ran", str(rows)))
+        if rows == 1:
+            raise Rejected("none of one row")
+        return "too many rows" if rows > 3 else ""
+
+    def announce(line: str, reason: str):
+        told.append((line.partition("{'rows': ")[2][:2].strip(","), reason))
+
+    case = Case("", {"rows": 10, "columns": 1}, torch.float32)
+    found = Property(4, "size", "", lambda *_: [Trial(case)], examine)
+    row = prove_property(found, OP, False, "cpu", announce)
+    assert told[0] == ("", "")  # while inputs are chosen
+    before = [a for a, b in pairwise(told) if b[0] == "ran"]
+    ran = [entry for entry in told if entry[0] == "ran"]
+    assert before == [(rows, "") for _, rows in ran] and len(ran) > 4
+    known = [entry for entry in told if entry[1] == "too many rows"]
+    assert known == [("10", "too many rows"), ("5", "too many rows"), ("4", "too many rows")]
+    assert (row.status, row.reason) == ("failed", "too many rows")
+    assert "{'rows': 4, 'columns': 1}" in row.reproduce
+
+
+@pytest.fixture
+def cuda_op(tmp_path: Path):
+    """The twin with its Triton launch replaced by one in CUDA C++."""
+    (tmp_path / "scale.cu").write_text(CU, encoding="utf-8")
+    kernel = cuda.Kernel(tmp_path / "scale.cu", "scale", defines=(("TILE", "32"), ("T", "float")))
+
+    def scale(x, weight, backend="auto"):
+        y = torch.empty_like(x)
+        kernel[(1,), (256,)](y, x.detach(), x.numel())
+        return y
+
+    return dataclasses.replace(OP, function=scale)
+
+
+def test_cuda_on_cpu_tensors_is_not_judged_and_the_answer_counts_it(cuda_op):
+    report = check(cuda_op, quick=True)
+    assert {(row["status"], row["reason"]) for row in report.rows} == {(NOT_APPLICABLE, ON_A_GPU)}
+    num_rows = len(report.rows)
+    assert report.answer == f"scale (sound): 0 of 0 properties hold, {num_rows} need a GPU"
+    assert "launched scale" in report.setup
+    assert report.proof is not None and not report.proof.passed
+
+
+@pytest.mark.parametrize("swallow", [str, Rejected])
+def test_a_property_that_catches_what_cannot_run_does_not_judge_it(cuda_op, swallow: Callable):
+    def examine(op, trial, device):
+        x = torch.ones(2, 2)
+        try:
+            op.function(x, x)
+        except Exception as error:
+            if swallow is Rejected:
+                raise Rejected(str(error)) from error
+            return f"raised {error}"
+        return ""
+
+    case = Case("", {"rows": 1, "columns": 1}, torch.float32)
+    found = Property(4, "size", "", lambda *_: [Trial(case)], examine)
+    row = prove_property(found, cuda_op, False, "cpu")
+    assert (row.status, row.reason, row.kernels) == (NOT_APPLICABLE, ON_A_GPU, ["scale"])
+
+
+def test_an_op_is_found_again_by_the_file_that_holds_its_record(tmp_path: Path):
+    op = load_op(str(TWINS))
+    assert home_of(op) == source_of(op) == f"{TWINS}:OP"
+    load_op(str(TWINS))  # once more: the record is no longer the file's own
+    assert (home_of(op), source_of(op)) == ("", f"{TWINS}:OP")
+    assert source_of(load_op(f"{TWINS}:WRONG_FACTOR")) == f"{TWINS}:WRONG_FACTOR"
+    assert home_of(load_op("rms_norm")) == "rms_norm"
+    # A reference of torch's own does not make torch the op's file.
+    plain = tmp_path / "plain.py"
+    text = TWINS.read_text(encoding="utf-8") + "\nPLAIN = __import__('dataclasses').replace(\n"
+    plain.write_text(text + "    OP, reference=torch.nn.functional.silu)\n", encoding="utf-8")
+    assert source_of(load_op(f"{plain}:PLAIN")) == f"{plain}:PLAIN"
+    assert home_of(dataclasses.replace(OP, name="another")) == ""
