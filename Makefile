@@ -7,7 +7,7 @@ OLD_TRITON := 3.6.0
 NEW_TRITON := 3.9.0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint test-versions prove setup clean
+.PHONY: demo test lint test-versions prove mutants setup clean
 
 demo:
 	@$(PYTHON) tools/setup.py demo
@@ -42,6 +42,10 @@ test-versions: setup
 # a change in core/. `make test` proves what changed since its record and two more drawn by date.
 prove: setup
 	$(BIN)/python -m nearlight.workbench.prove --jobs $(JOBS)
+
+# Breaks our own kernels in one place each and asks whether `check` notices; rewrites the result.
+mutants: setup
+	$(BIN)/python tools/mutants.py --jobs $(JOBS)
 
 clean:
 	rm -rf .venv out build dist

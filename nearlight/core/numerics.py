@@ -83,12 +83,8 @@ class Judgement:
 
     @property
     def may_be_luck(self) -> bool:
-        """Whether further draws may be asked for: what is far beyond the limit is a fault.
-
-        Not where all rows cancel, so that plain PyTorch errs more than the truth is large (a
-        softmax under an upstream gradient that is constant along its rows): noise has no limit.
-        """
-        return self.share <= BEYOND_LUCK or self.plain.whole > 1
+        """Whether further draws may be asked for: what is far beyond the limit is a fault."""
+        return self.share <= BEYOND_LUCK
 
 
 def failure(reason: str) -> Judgement:
@@ -188,6 +184,25 @@ def without(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, .
         return tensors
     # Rows stay rows; a selection would make one row of them all.
     return tuple(tensor.masked_fill(mask.to(tensor.device), 0) for tensor in tensors)
+
+
+def cancelled(actual: torch.Tensor, truth: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the rows whose terms cancel, and that are right to the last place of these.
+
+    A softmax under an upstream gradient that is constant along its rows has no gradient: what is
+    left there is the rounding of the terms, in any dtype and order of summation.
+
+    Args:
+        actual: our result.
+        truth: the reference in fp64.
+        terms: how large the results are when their terms do not cancel, elementwise.
+    """
+    eps = torch.finfo(actual.dtype).eps
+    wide = actual.to(truth.device, torch.float64)
+    scale, left, error = (
+        x.abs().amax(-1, keepdim=True) if x.ndim else x.abs() for x in (terms, truth, wide - truth)
+    )
+    return ((left < eps * scale) & (error <= FLOOR_ULP * eps * scale)).expand_as(truth)
 
 
 def _verdict(

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from nearlight.core.numerics import NUM_DRAWS, Judgement, failure, judge, redraw, without
+from nearlight.core.numerics import (
+    NUM_DRAWS,
+    Judgement,
+    cancelled,
+    failure,
+    judge,
+    redraw,
+    without,
+)
 from nearlight.workbench.trial import Result, Standard, Trial
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
@@ -19,13 +27,16 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
 _redrawn: ContextVar[list[str] | None] = ContextVar("redrawn", default=None)
 
 
+GRADIENT = "gradient of"
+
+
 @dataclass(frozen=True)
 class Compared:
     """Results and what they are held to; `label` is what the gradients are called."""
 
     actual: Result
     expected: Standard
-    label: str = "gradient of"
+    label: str = GRADIENT
 
 
 @contextmanager
@@ -95,7 +106,16 @@ def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:
     triples = compared if isinstance(compared, str) else _triples(compared)
     if isinstance(triples, str):
         return triples
-    return {name: _judge(*triple) for name, triple in triples.items()}
+    found = {name: _judge(*triple) for name, triple in triples.items()}
+    failing = [name for name, judgement in found.items() if not judgement.passed]
+    if failing and isinstance(compared, Compared) and compared.expected.terms is not None:
+        for label, terms in compared.expected.terms().items():
+            name = f"{GRADIENT} {label}"
+            if name in failing and triples[name][0].shape == terms.shape:
+                actual, plain, truth = triples[name]
+                mask = cancelled(actual, truth, terms)
+                found[name] = _judge(*without(mask, actual, plain, truth))
+    return found
 
 
 def _triples(compared: Compared) -> dict[str, Triple] | str:

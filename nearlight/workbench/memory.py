@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from nearlight.core.triton import Kernel
 from nearlight.workbench.trial import Result
 
 # Ops of these have no implementation in Python.
@@ -44,7 +47,7 @@ def extra_bytes(
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.memory_stats()[_PEAK] - before
     else:
-        with _Storages(held) as storages:
+        with _Storages(held) as storages, _outside_kernels(storages):
             result = compute()
         peak_bytes = storages.peak_bytes
     kept_bytes, is_in_place = kept(result, held)
@@ -61,12 +64,29 @@ def kept(result: Result, given: Iterable[torch.Tensor]) -> tuple[int, bool]:
     return num_bytes, any(size for place, size in storages.items() if place in known)
 
 
+@contextmanager
+def _outside_kernels(storages: _Storages) -> Iterator[None]:
+    """Count nothing while a kernel is interpreted: what the interpreter makes is not the op's."""
+    start = Kernel._start
+
+    def uncounted(self: Kernel, *args: Any) -> Any:
+        storages.is_paused = True
+        try:
+            return start(self, *args)
+        finally:
+            storages.is_paused = False
+
+    with mock.patch.object(Kernel, "_start", uncounted):
+        yield
+
+
 class _Storages(TorchDispatchMode):
     """Counts the bytes of the storages that live, and their peak."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self.is_paused = False
         self._known = {tensor.untyped_storage()._cdata for tensor in given}
 
     def __torch_dispatch__(
@@ -90,7 +110,7 @@ class _Storages(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         place, num_bytes = storage._cdata, storage.nbytes()
-        if place in self._known or storage.device.type == "meta":
+        if self.is_paused or place in self._known or storage.device.type == "meta":
             return
         self._known.add(place)
         self.live_bytes += num_bytes

@@ -22,6 +22,9 @@ from nearlight.workbench import guard, layouts
 Upstream = Sequence[torch.Tensor | None]
 UPSTREAM = "upstream"  # the key of the upstream gradients among a trial's layouts
 
+# Draws of the upstream gradient's signs that show how large the terms of a gradient are.
+NUM_SIGNS = 4
+
 # What is done to the first differentiable input; flat inputs hide most numerical faults.
 VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as made": lambda x: x,
@@ -230,12 +233,22 @@ def make_upstream(outputs: Sequence[torch.Tensor], trial: Trial) -> Upstream:
 
 @dataclass(frozen=True)
 class Standard:
-    """What an op's results are held to on one input."""
+    """What an op's results are held to on one input.
+
+    Attributes:
+        inputs: of the trial.
+        upstream: gradients of the outputs.
+        plain: what plain PyTorch computes.
+        truth: what the reference computes in fp64.
+        terms: by input, how large its true gradients are without the upstream gradient's pattern,
+            in which they may cancel; computed when asked for, None where it is not known.
+    """
 
     inputs: Inputs
     upstream: Upstream
     plain: Result
     truth: Result
+    terms: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
 
 def standard(
@@ -262,7 +275,25 @@ def standard(
             truth = run(op.reference, in_fp64(inputs), upstream_in_fp64(upstream))
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"reference: {error}") from error
-    return Standard(inputs, upstream, plain, truth)
+    return Standard(inputs, upstream, plain, truth, lambda: _terms(op, inputs, upstream))
+
+
+def _terms(op: Op, inputs: Inputs, upstream: Upstream) -> Mapping[str, torch.Tensor]:
+    """Return the largest of true gradients under the upstream gradients with random signs."""
+    found: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_SIGNS):
+        signed = [
+            g if g is None else g * (1 - 2 * torch.randint(2, g.shape, generator=generator)).to(g)
+            for g in upstream_in_fp64(upstream)
+        ]
+        with torch.enable_grad():
+            gradients = run(op.reference, in_fp64(inputs), signed).gradients
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                largest = found.get(name, gradient.abs())
+                found[name] = torch.maximum(largest, gradient.abs())
+    return found
 
 
 @contextmanager

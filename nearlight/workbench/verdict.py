@@ -119,7 +119,9 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
 def _remarks(
     tried: Sequence[Case], noted: Sequence[str], refusals: Sequence[str], num_redrawn: int
 ) -> list[str]:
-    remarks = [f"refuses {'; '.join(refusals)}"] if refusals else []
+    remarks = [f"refuses {refusals[0]}"] if refusals else []
+    if len(refusals) > 1:
+        remarks.append(f"and {len(refusals) - 1} more inputs")
     noun = "result" if num_redrawn == 1 else "results"
     remarks += [f"{num_redrawn} {noun} drawn again"] if num_redrawn else []
     cases = list(dict.fromkeys(map(_case_text, tried)))

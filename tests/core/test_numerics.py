@@ -174,17 +174,16 @@ def test_a_fault_far_beyond_the_limit_fails_at_once():
     assert draws.asked == []
 
 
-def test_noise_that_remains_where_all_rows_cancel_is_drawn_again():
-    generator = torch.Generator().manual_seed(3)
-
-    def judged(error):
-        truth, plain, ours = (torch.randn(4, 8, generator=generator).double() for _ in range(3))
-        return {"a": numerics.judge(1e-8 * error * ours, 1e-8 * plain, 1e-17 * truth)}
-
-    first = judged(5000.0)
-    assert first["a"].share > numerics.BEYOND_LUCK
-    assert numerics.redraw(first, lambda _: judged(1.0))["a"].passed
-    assert not numerics.redraw(first, lambda _: judged(5.0))["a"].passed
+def test_rows_whose_terms_cancel_are_right_to_the_last_place_of_these():
+    terms = torch.tensor([[4.0, -8.0], [4.0, -8.0], [4.0, -8.0], [1.0, 1.0]], dtype=torch.float64)
+    truth = torch.tensor([[1e-17, 0], [1e-17, 0], [3.0, 3.0], [0, 0]], dtype=torch.float64)
+    eps = torch.finfo(torch.float32).eps
+    actual = torch.tensor([[15 * eps, 0], [17 * eps, 0], [3.0, 3.0], [0, float("nan")]])
+    mask = numerics.cancelled(actual, truth, terms)
+    # The second is beyond two units, the third does not cancel, the fourth is no number.
+    assert mask.tolist() == [[True, True], [False, False], [False, False], [False, False]]
+    scalar = numerics.cancelled(torch.tensor(eps), torch.tensor(0.0).double(), torch.tensor(1.0))
+    assert bool(scalar)
 
 
 @pytest.mark.parametrize(("available", "taken"), [(0, 0), (1, 1), (2, 1), (7, 7), (8, 7)])

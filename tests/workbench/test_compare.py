@@ -108,3 +108,24 @@ def test_nan_and_a_wrong_shape_are_no_matter_of_luck():
 
     assert settle(compute, TRIAL) == "output: 1 of 4 elements are NaN"
     assert seeds == [0]
+
+
+def test_what_is_left_of_terms_that_cancel_is_held_to_the_terms():
+    """Noise beside a truth of nothing is no error, a fault still is, and no terms give no help."""
+    truth, plain = torch.full((2, 8), 1e-17, dtype=torch.float64), torch.zeros(2, 8)
+    eps = torch.finfo(torch.float32).eps
+
+    def settled(error: float, terms) -> str:
+        def compute(trial: Trial) -> Compared:
+            ours = torch.full((2, 8), error)
+            expected = Standard({}, (), Result([], {"x": plain}), Result([], {"x": truth}), terms)
+            return Compared(Result([], {"x": ours}), expected)
+
+        return settle(compute, TRIAL, num_draws=0)
+
+    def terms() -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(2, 8, dtype=torch.float64)}
+
+    assert settled(eps, terms) == ""
+    assert settled(3 * eps, terms).startswith("gradient of x: max_at_row_scale")
+    assert settled(eps, None).startswith("gradient of x: max_at_row_scale")

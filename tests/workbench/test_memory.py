@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 
 from nearlight.core.cost import Cost
 from nearlight.core.register import register_op
+from nearlight.core.triton import jit
 from nearlight.workbench.memory import extra_bytes, kept
 from nearlight.workbench.trial import Result, run
 
@@ -37,6 +39,18 @@ workspace_op = register_op(
 @torch.library.custom_op("test_memory::custom", mutates_args=())
 def custom_op(x: torch.Tensor) -> torch.Tensor:
     return _with_workspace(x)
+
+
+@jit
+def _erf_kernel(y_ptr, x_ptr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(y_ptr + offsets, tl.erf(tl.load(x_ptr + offsets)))  # interpreted by a torch op
+
+
+def _by_kernel(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    _erf_kernel[(1,)](y, x.detach(), N=256)
+    return y
 
 
 def measure(function, *, upstream: bool = False) -> int:
@@ -71,3 +85,7 @@ def test_memory_that_was_given_is_not_taken_off_what_is_needed():
     assert kept(Result([out], {"x": above.view(-1)}), given) == (4000, True)
     assert kept(Result([x], {"x": None}), given) == (0, True)
     assert kept(Result([torch.zeros(0)], {}), given) == (0, False)
+
+
+def test_what_the_interpreter_makes_is_not_the_ops():
+    assert measure(_by_kernel) == 0

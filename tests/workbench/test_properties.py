@@ -135,3 +135,31 @@ def test_the_large_cases_of_our_ops_hold_in_small(op: str, case: dict[str, int])
         options = {k: v for k, v in large.options.items() if k != "memory_budget_bytes"}
         small = dataclasses.replace(large, shape=case, dtype=torch.float32, options=options)
         assert size.examine(record, Trial(small), "cpu") == ""
+
+
+def test_rows_of_zeros_and_masks_of_one_value_are_tried_unasked():
+    """Of an op whose record names no extreme; the reference has the right answer."""
+
+    def masked(x, mask, backend="auto"):
+        return torch.where(mask, x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6), 0.0)
+
+    def make_inputs(case, device, generator):
+        x = torch.randn(case.shape["rows"], case.shape["columns"], generator=generator)
+        return {"x": x.to(case.dtype).requires_grad_(), "mask": torch.arange(x.shape[1]) > 0}
+
+    def wrong_for_zeros(x, mask, backend="auto"):
+        return masked(x, mask) + (x == 0).all(-1, keepdim=True)
+
+    def wrong_without_any(x, mask, backend="auto"):
+        return masked(x, mask) if mask.any() else x
+
+    sound = dataclasses.replace(
+        twin(""), function=masked, reference=masked, make_inputs=make_inputs
+    )
+    assert failures(sound, "extremes") == {}
+    for wrong, words in (
+        (wrong_for_zeros, "a row of zeros in x: "),
+        (wrong_without_any, "mask all False: "),
+    ):
+        found = failures(dataclasses.replace(sound, function=wrong), "extremes")
+        assert found["extremes"].startswith(words)

@@ -40,6 +40,8 @@ from nearlight.ops.rms_norm.registration import (
 __all__ = ["OP", "config", "reference", "rms_norm"]
 
 CASTINGS = ("llama", "gemma", "none")
+# Later versions of torch take `F.rms_norm` in fp32 under CUDA autocast; 2.11 leaves it alone.
+_IS_WIDENED = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 def reference(
@@ -83,7 +85,7 @@ def rms_norm(
         offset: added to the weight (1.0 in Gemma, whose weights are stored around zero).
         casting: "llama" rounds the normalised row to x's dtype before the weight (the result has
             the dtype that both promote to), "gemma" rounds once at the end to x's dtype, "none"
-            is `torch.nn.functional.rms_norm` (fp32 under CUDA autocast, as there).
+            is `torch.nn.functional.rms_norm` (fp32 under CUDA autocast where torch's is).
         backend: "auto" (Triton on CUDA, plain PyTorch on CPU), "triton" or "reference".
 
     Returns:
@@ -113,7 +115,7 @@ def rms_norm(
     if casting == "llama" and weight is not None:
         round_first = x.dtype.itemsize == 2
         dtype = torch.promote_types(x.dtype, weight.dtype)
-    elif casting == "none" and x.is_cuda and torch.is_autocast_enabled("cuda"):
+    elif casting == "none" and _IS_WIDENED and x.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = accumulator(x.dtype)
     y: torch.Tensor = forward_op(x, weight, eps, offset, round_first, dtype)[0]
     return y

@@ -1,12 +1,13 @@
-"""Property 6: empty inputs, and the extremes the op's record lists."""
+"""Property 6: empty inputs, rows of zeros, masks of one value, and the extremes of the record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from nearlight.core.op import Extreme, Inputs, Op
+from nearlight.core.op import Case, Extreme, Inputs, Op
 from nearlight.workbench.compare import Compared, settle
 from nearlight.workbench.property import NotApplicable, Property, base_cases
 from nearlight.workbench.trial import (
@@ -16,9 +17,11 @@ from nearlight.workbench.trial import (
     make_inputs,
     run,
     standard,
+    tensors,
 )
 
 EMPTY = "empty"
+Changed = Callable[[Inputs], Inputs]
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
@@ -29,10 +32,36 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     for case in cases:
         for name in case.shape:
             yield Trial(case, step=EMPTY).resized(**{name: 0})
+        for extreme in implied(op, case):
+            yield Trial(case, step=extreme.name)
     for extreme in op.extremes:
         # On a GPU the error may be a device assertion, after which the process can do no more.
         if extreme.raises is None or device == "cpu":
             yield Trial(extreme.case, step=extreme.name)
+
+
+def implied(op: Op, case: Case) -> list[Extreme]:
+    """Return the extremes that the kinds of a case's inputs imply; the reference has the answer."""
+
+    def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Changed:
+        return lambda inputs: {**inputs, name: change(inputs[name])}
+
+    found = []
+    for name, tensor in tensors(make_inputs(op, Trial(case), "cpu")).items():
+        if tensor.dtype == torch.bool:
+            for value in (False, True):
+                change = replaced(name, partial(torch.full_like, fill_value=value))
+                found.append(Extreme(f"{name} all {value}", case, change, is_finite=False))
+        elif tensor.requires_grad and tensor.ndim > 1:
+            change = replaced(name, _with_row_of_zeros)
+            found.append(Extreme(f"a row of zeros in {name}", case, change, is_finite=False))
+    return found
+
+
+def _with_row_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.detach().clone()
+    changed[:1] = 0
+    return changed.requires_grad_()
 
 
 def examine(op: Op, trial: Trial, device: str) -> str:
@@ -46,6 +75,9 @@ def _examine(op: Op, trial: Trial, device: str) -> str:
         return settle(lambda again: _empty(op, again, device), trial)
     extreme = next((e for e in op.extremes if e.name == trial.step), None)
     if extreme is None:
+        known = {e.name: e for e in implied(op, trial.case)}
+        if trial.step in known:
+            return settle(lambda again: _implied(op, known[trial.step], again, device), trial)
         raise ValueError(f"{op.name} lists no extreme called {trial.step!r}")
     if extreme.raises is not None:
         return _raises(op, extreme, extreme.change(make_inputs(op, trial, device)))
@@ -63,6 +95,14 @@ def _empty(op: Op, trial: Trial, device: str) -> Compared:
         if is_batch:
             raise
         raise Refused(f"{dict(trial.case.shape)}: {error}") from error
+
+
+def _implied(op: Op, extreme: Extreme, trial: Trial, device: str) -> Compared | str:
+    """An op may refuse by a ValueError what its record does not speak of."""
+    try:
+        return _extreme(op, extreme, trial, device)
+    except ValueError as error:
+        raise Refused(f"{extreme.name}: {error}") from error
 
 
 def _extreme(op: Op, extreme: Extreme, trial: Trial, device: str) -> Compared | str:
@@ -93,5 +133,9 @@ def _raises(op: Op, extreme: Extreme, inputs: Inputs) -> str:
 
 
 PROPERTY = Property(
-    6, "extremes", "empty inputs and the record's extremes are right", trials, examine
+    6,
+    "extremes",
+    "empty inputs, rows of zeros, masks of one value and the record's extremes are right",
+    trials,
+    examine,
 )
