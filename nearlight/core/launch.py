@@ -27,6 +27,8 @@ _TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
+# Launch options that make another kernel.
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _gpus: dict[torch.device, Gpu | None] = {}
 _described: ContextVar[tuple[Gpu | None, list[KernelBuild]] | None] = ContextVar(
     "described", default=None
@@ -114,7 +116,7 @@ def describe(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
                 parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
             )
             signature[parameter.name] = _type(value, is_aligned)
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
     build = KernelBuild(kernel, signature, constants, **options)
     if build not in builds:
         builds.append(build)

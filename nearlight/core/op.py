@@ -42,6 +42,8 @@ class KernelBuild:
         constants: compile-time constants by name; empty for CUDA C++.
         num_warps: warps of a Triton program.
         num_stages: depth of Triton's software pipeline.
+        enable_fp_fusion: whether Triton may make one instruction, with one rounding, of a product
+            and a sum.
         max_registers: registers per thread allowed.
         max_spill_bytes: bytes of spill stores plus loads allowed.
         uses_tensor_cores: whether the machine code must contain matrix instructions.
@@ -54,6 +56,7 @@ class KernelBuild:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    enable_fp_fusion: bool = True
     max_registers: int = 255
     max_spill_bytes: int = 0
     uses_tensor_cores: bool = False

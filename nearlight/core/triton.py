@@ -245,7 +245,7 @@ def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: s
             options={
                 "num_warps": build.num_warps,
                 "num_stages": build.num_stages,
-                "enable_fp_fusion": True,
+                "enable_fp_fusion": build.enable_fp_fusion,
             },
         )
     return machine_code.read(
@@ -268,6 +268,7 @@ def _cache_entry(build: KernelBuild, types: dict[str, str], arch: str) -> Path:
         sorted((name, repr(value)) for name, value in build.constants.items()),
         build.num_warps,
         build.num_stages,
+        build.enable_fp_fusion,
         [field.name for field in fields(MachineCode)],
     )
     digest = hashlib.sha256(repr(key).encode()).hexdigest()

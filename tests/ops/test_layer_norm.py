@@ -10,6 +10,7 @@ from torch.library import opcheck
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import GPUS, find_gpu
 from nearlight.core.rows import MAX_BLOCK
+from nearlight.core.triton import compile_for
 from nearlight.ops import OPS, layer_norm
 from nearlight.ops.layer_norm import config, reference
 
@@ -275,3 +276,12 @@ def test_wrong_arguments_are_refused():
         layer_norm(torch.ones(2, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"allowed is \(\.\.\., N ≤ 262144\)"):
         layer_norm(torch.tensor(1.0))
+
+
+def test_the_backward_rounds_a_product_before_anything_is_taken_off_it():
+    """Else a row of one column, whose gradient is exactly zero, keeps the noise of one rounding."""
+    builds = [build for build in OP.builds("sm_90a") if "bwd" in build.name]
+    assert len(builds) >= 5 and not any(build.enable_fp_fusion for build in builds)
+    assert compile_for(builds[0], "sm_90a").count("FFMA") == 0
+    fused = dataclasses.replace(builds[0], enable_fp_fusion=True)
+    assert compile_for(fused, "sm_90a").count("FFMA") > 0
