@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept: list[Row] = []
     if options.again and out is not None:
         earlier = json.loads(out.read_text(encoding="utf-8"))["rows"]
-        kept = [row for row in earlier if row["caught_by"]]
+        present = {mutant.key for mutant in every}
+        kept = [row for row in earlier if row["caught_by"] and row["key"] in present]
         missed = {row["key"] for row in earlier if not row["caught_by"]}
         chosen = [mutant for mutant in every if mutant.key in missed]
         ops = sorted({mutant.op for mutant in chosen})

@@ -157,10 +157,10 @@ class _TorchStream:
 
 def _context(index: int) -> Any:
     """Return the device, with its context bound to this thread: autograd's threads have none."""
-    from cuda.core import Device
-
     bound: dict[int, Any] = vars(_bound).setdefault("devices", {})
     if index not in bound:
+        from cuda.core import Device
+
         bound[index] = Device(index)
         bound[index].set_current()
     return bound[index]

@@ -55,11 +55,11 @@ def launch_gpu(device: torch.device) -> Gpu | None:
 def launched_as_on(gpu: Gpu) -> Iterator[None]:
     """Interpret CPU tensors in the tiles of a GPU inside the block, and not in few large ones."""
     cpu = torch.device("cpu")
-    _gpus[cpu] = gpu
+    before, _gpus[cpu] = _gpus.get(cpu), gpu
     try:
         yield
     finally:
-        _gpus[cpu] = None
+        _gpus[cpu] = before
 
 
 def _gpu_of_device(device: torch.device) -> Gpu:

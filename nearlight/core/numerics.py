@@ -186,23 +186,34 @@ def without(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, .
     return tuple(tensor.masked_fill(mask.to(tensor.device), 0) for tensor in tensors)
 
 
-def cancelled(actual: torch.Tensor, truth: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the rows whose terms cancel, and that are right to the last place of these.
+def cancelled(
+    actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor, terms: torch.Tensor
+) -> torch.Tensor:
+    """Return a mask of the rows whose terms cancel, and that are right at the scale of these.
 
     A softmax under an upstream gradient that is constant along its rows has no gradient: what is
-    left there is the rounding of the terms, in any dtype and order of summation.
+    left there is the rounding of the terms. It is held to plain PyTorch's by the rule's factor,
+    and to two units in the last place of fp32, in which also 16-bit kernels add.
 
     Args:
         actual: our result.
+        plain: plain PyTorch's.
         truth: the reference in fp64.
         terms: how large the results are when their terms do not cancel, elementwise.
     """
     eps = torch.finfo(actual.dtype).eps
-    wide = actual.to(truth.device, torch.float64)
-    scale, left, error = (
-        x.abs().amax(-1, keepdim=True) if x.ndim else x.abs() for x in (terms, truth, wide - truth)
+    floor = FLOOR_ULP * min(eps, torch.finfo(torch.float32).eps)
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.abs().amax(-1, keepdim=True) if x.ndim else x.abs()
+
+    scale = largest(terms)
+    ours, theirs = (
+        largest(x.to(truth.device, torch.float64) - truth) / scale for x in (actual, plain)
     )
-    return ((left < eps * scale) & (error <= FLOOR_ULP * eps * scale)).expand_as(truth)
+    is_cancelled = (largest(truth) < eps * scale) & scale.isfinite()
+    allowed = PLAIN_FACTOR * theirs.where(is_cancelled & theirs.isfinite(), 0.0).max() + floor
+    return (is_cancelled & (ours <= allowed)).expand_as(truth)
 
 
 def _verdict(

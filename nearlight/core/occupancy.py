@@ -94,12 +94,15 @@ def occupancy(
             default is all of it.
 
     Raises:
-        ValueError: an unknown arch, or a number below 0 (of threads: below 1).
+        ValueError: an unknown arch, a number below 0 (of threads: below 1), or a carve-out that is
+            no share.
 
     Example:
         >>> occupancy("sm_90a", registers=128, num_threads=256, shared_bytes=96 * 1024)
         Occupancy(blocks_per_sm=2, warps_per_sm=16, share=0.25, limited_by='registers and shared memory')
     """  # noqa: E501  # an example's answer stands on one line
+    if not 0 <= carve_out <= 1:
+        raise ValueError(f"carve_out={carve_out}: allowed are shares from 0 to 1")
     if num_threads < 1 or min(registers, shared_bytes, num_barriers) < 0:
         raise ValueError(
             f"occupancy of {num_threads} threads, {registers} registers, {shared_bytes} bytes and "

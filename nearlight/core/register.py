@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,8 +13,8 @@ import torch
 
 from nearlight.core.cost import Formula, register_cost
 
-# One library per op, by qualified name: an op that is defined again replaces the former one.
-_libraries: dict[str, torch.library.Library] = {}
+# One library per op by qualified name, and the file that defined it.
+_libraries: dict[str, tuple[torch.library.Library, str]] = {}
 
 
 def register_op(
@@ -25,7 +26,7 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """Define a torch op and return what to call; defined once more, it replaces the former one.
+    """Define a torch op and return what to call; a file run again replaces its former ops.
 
     Args:
         schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; of the namespace
@@ -36,6 +37,9 @@ def register_op(
         backward: `(ctx, *upstream) -> a gradient or None per argument`; where it is left out, as
             for a backward op, a gradient is refused: torch alone would answer 0 in silence.
         save: `(ctx, inputs, output)`, keeps what `backward` needs.
+
+    Raises:
+        ValueError: another file has defined an op of this name.
 
     Example:
         >>> double = register_op(
@@ -50,9 +54,17 @@ def register_op(
     namespace, _, name = name.rpartition("::")
     namespace = namespace or "nearlight"
     qualified = f"{namespace}::{name}"
-    if (former := _libraries.pop(qualified, None)) is not None:
+    file = sys._getframe(1).f_code.co_filename
+    if qualified in _libraries:
+        former, other = _libraries[qualified]
+        if other != file:
+            raise ValueError(
+                f"{qualified} is defined in {other} and again in {file}; torch knows one op by a "
+                "name: give one of them another namespace"
+            )
         former._destroy()
-    library = _libraries[qualified] = torch.library.Library(namespace, "FRAGMENT")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries[qualified] = library, file
     library.define(schema.removeprefix(f"{namespace}::"), tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         library.impl(name, implementation, device)

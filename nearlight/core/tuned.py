@@ -59,10 +59,10 @@ class Choice:
     def _tuned(self, asked: Asked, row: Row, ruled: Any) -> Any:
         try:
             made = replace(ruled, **row["config"])
-        except TypeError:  # a field that another version of the op had
-            made = None
-        if self.candidates(**asked.arguments).get(made) == "":
-            return made
+            if self.candidates(**asked.arguments).get(made) == "":
+                return made
+        except TypeError:  # a field that another version of the op had, or a list for a number
+            pass
         warnings.warn(
             f"{self.name} {asked.key}: its tuned launch {row['config']} is none of this version's, "
             f"the rule's is taken; run `nearlight tune {self.name}` again",
@@ -90,9 +90,10 @@ class Asked:
 
     @property
     def key(self) -> str:
-        """The arguments without the GPU as text ("(16384, 4096) bfloat16 forward")."""
+        """The rule and its arguments without the GPU ("config (16384, 4096) bfloat16")."""
         values = (value for name, value in self.arguments.items() if name != "gpu")
-        return " ".join(str(value).removeprefix("torch.") for value in values)
+        texts = (str(value).removeprefix("torch.") for value in values)
+        return " ".join((self.choice.rule.__name__, *texts))
 
     def __hash__(self) -> int:
         return hash((self.choice, *self.arguments.values()))
@@ -220,8 +221,15 @@ def forget() -> None:
 def _rows(name: str, gpu: Gpu | None) -> Mapping[str, Row]:
     """Return an op's rows by key, the user's before the package's; read once in a process.
 
-    A GPU that only borrows the numbers of the table, or a slice of one, has none.
+    A GPU that only borrows the numbers of the table, or a slice of one, has none. A file that
+    cannot be used is said once, and the rule serves: a launch is no place to fail for it.
     """
     if gpu is None or gpu != GPUS.get(gpu.key) or not env.read("NEARLIGHT_TUNED"):
         return {}
-    return read(package_path(name, gpu.key)) | read(user_path(name, gpu.key))
+    rows: dict[str, Row] = {}
+    for path in (package_path(name, gpu.key), user_path(name, gpu.key)):
+        try:
+            rows |= read(path)
+        except BadInput as error:
+            warnings.warn(f"{error}; the rule's launches are taken", RuntimeWarning, stacklevel=4)
+    return rows

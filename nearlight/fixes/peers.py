@@ -100,12 +100,14 @@ class _Contender:
     def measure(self) -> None:
         """Run one block of steps as a program of its own would: nothing else on the GPU."""
         self._home.update(self._replaced)
-        self._model.to(DEVICE)
-        step = Step(self.target, self._model, self.target.make_batch(DEVICE))
-        time_ms, self.peak_bytes = step.block(MEASURED_STEPS)
-        self.times_ms.append(time_ms)
-        step.release()
-        self._leave()
+        try:
+            self._model.to(DEVICE)
+            step = Step(self.target, self._model, self.target.make_batch(DEVICE))
+            time_ms, self.peak_bytes = step.block(MEASURED_STEPS)
+            self.times_ms.append(time_ms)
+            step.release()
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         for name in self._replaced:

@@ -113,7 +113,7 @@ def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:
             name = f"{GRADIENT} {label}"
             if name in failing and triples[name][0].shape == terms.shape:
                 actual, plain, truth = triples[name]
-                mask = cancelled(actual, truth, terms)
+                mask = cancelled(actual, plain, truth, terms)
                 found[name] = _judge(*without(mask, actual, plain, truth))
     return found
 

@@ -64,11 +64,12 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
         raise BadInput(f"no file {file}")
     require_device(device)
     path = record.beside(source)
-    if not record.outdated(path, record.file_sources(file), quick, device):
+    sources = record.file_sources(file)  # before the check: what is edited meanwhile is not proved
+    if not record.outdated(path, sources, quick, device):
         return
     report = check_apart(source, quick, device)
     _require_holds(report)
-    kept = _record(report, record.file_sources(file), {}, device)
+    kept = _record(report, sources, {}, device)
     try:
         record.write(kept, path)
     except OSError as error:

@@ -80,6 +80,7 @@ def tune(
         raise MissingPart("tune measures a GPU and this machine has none that torch sees")
     path_of = tuned.package_path if into_repo else tuned.user_path
     require_writable(path_of(op.name, gpu.key))
+    tuned.read(path_of(op.name, gpu.key))  # rows that cannot be kept beside are refused now
     found = search(op, Machine("cuda", gpu), cases, progress=progress)
     measured_on = versions(on_gpu=True)
     rows: dict[str, list[tuned.Row]] = {}

@@ -175,15 +175,23 @@ def test_a_fault_far_beyond_the_limit_fails_at_once():
 
 
 def test_rows_whose_terms_cancel_are_right_to_the_last_place_of_these():
-    terms = torch.tensor([[4.0, -8.0], [4.0, -8.0], [4.0, -8.0], [1.0, 1.0]], dtype=torch.float64)
-    truth = torch.tensor([[1e-17, 0], [1e-17, 0], [3.0, 3.0], [0, 0]], dtype=torch.float64)
+    terms = torch.tensor([[4.0, -8.0]] * 3 + [[1.0, 1.0], [float("inf"), 1.0]]).double()
+    truth = torch.tensor([[1e-17, 0], [1e-17, 0], [3.0, 3.0], [0, 0], [0, 0]]).double()
     eps = torch.finfo(torch.float32).eps
-    actual = torch.tensor([[15 * eps, 0], [17 * eps, 0], [3.0, 3.0], [0, float("nan")]])
-    mask = numerics.cancelled(actual, truth, terms)
-    # The second is beyond two units, the third does not cancel, the fourth is no number.
-    assert mask.tolist() == [[True, True], [False, False], [False, False], [False, False]]
-    scalar = numerics.cancelled(torch.tensor(eps), torch.tensor(0.0).double(), torch.tensor(1.0))
-    assert bool(scalar)
+    actual = torch.tensor([[15 * eps, 0], [17 * eps, 0], [3, 3], [0, float("nan")], [-50.0, 9.0]])
+
+    def passed(actual, plain):
+        return numerics.cancelled(actual, plain, truth, terms).all(1).tolist()
+
+    # The second is beyond two units, the third does not cancel, the others are no numbers.
+    assert passed(actual, truth.float()) == [True, False, False, False, False]
+    # Where plain PyTorch errs by a unit, twice as much is allowed beside.
+    plain = truth.float() + torch.tensor([[8 * eps, 0.0]] + [[0.0, 0.0]] * 4)
+    assert passed(actual, plain) == [True, True, False, False, False]
+    # A 16-bit result gets no more than fp32's: its sums are made there.
+    assert passed(actual.bfloat16(), truth.bfloat16())[:2] == [True, False]
+    zero, one = torch.tensor(0.0), torch.tensor(1.0).double()
+    assert bool(numerics.cancelled(zero + eps, zero, zero.double(), one))
 
 
 @pytest.mark.parametrize(("available", "taken"), [(0, 0), (1, 1), (2, 1), (7, 7), (8, 7)])

@@ -73,3 +73,18 @@ def test_an_op_of_another_namespace_that_is_defined_again_replaces_the_former():
         assert formula_for("nearlight_test_namespace::times")((x,), {}, x).bytes_read == factor
         opcheck(times, (x,))
         assert torch.equal(torch.ops.nearlight_test_namespace.times(x), factor * x)
+
+
+def test_an_op_of_the_same_name_in_another_file_is_refused(tmp_path):
+    text = (
+        "import torch\n"
+        "from nearlight.core.cost import Cost\n"
+        "from nearlight.core.register import register_op\n"
+        "op = register_op('nearlight_test_twice::same(Tensor x) -> Tensor', torch.clone,\n"
+        "    fake=torch.empty_like, cost=lambda args, kwargs, out: Cost())\n"
+    )
+    first, second = (str(tmp_path / name) for name in ("first.py", "second.py"))
+    for _ in range(2):
+        exec(compile(text, first, "exec"), {})
+    with pytest.raises(ValueError, match=rf"same is defined in {first} and again in {second}"):
+        exec(compile(text, second, "exec"), {})

@@ -13,7 +13,7 @@ from nearlight.core.hardware import find_gpu
 
 H200 = find_gpu("h200")
 ASKED = ((64, 128), torch.bfloat16, H200)
-KEY = "(64, 128) bfloat16 forward"
+KEY = "rule (64, 128) bfloat16 forward"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def test_a_row_serves_exactly_its_key_and_gpu(config):
 
 
 def test_the_users_row_comes_before_the_packages(config):
-    save(row(512), row(512, "(64, 128) bfloat16 backward"), path="package_path")
+    save(row(512), row(512, "rule (64, 128) bfloat16 backward"), path="package_path")
     assert config(*ASKED) == Config(512)
     save(row(1024))  # what was chosen already is chosen anew
     assert config(*ASKED) == Config(1024)
@@ -112,12 +112,23 @@ def test_off_means_the_rule(config, monkeypatch):
     ["{", "[]", json.dumps({"schema": 9, "rows": []}), json.dumps({"schema": 1, "rows": [{}]}),
      json.dumps({"schema": 1, "rows": [{"key": KEY, "config": {"block": 512}}]})],
 )  # fmt: skip
-def test_a_file_that_cannot_be_used_is_named(config, content):
+def test_a_file_that_cannot_be_used_is_named_and_the_rule_serves(config, content):
     path = tuned.user_path("scale", "h200")
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with pytest.raises(BadInput, match=rf"{path}: .*delete the file"):
-        config(*ASKED)
+        tuned.read(path)
+    with pytest.warns(RuntimeWarning, match=rf"{path}: .*the rule's launches are taken"):
+        assert config(*ASKED) == Config(256)
+
+
+def test_two_rules_of_one_op_have_rows_of_their_own(config):
+    def other(shape, dtype, gpu, direction="forward"):
+        return Config(256)
+
+    chosen = tuned.tunable("scale", candidates)(other)
+    save(row(512), row(1024, KEY.replace("rule", "other")))
+    assert (config(*ASKED), chosen(*ASKED)) == (Config(512), Config(1024))
 
 
 def test_a_second_call_looks_nothing_up(config, monkeypatch):
@@ -135,7 +146,7 @@ def test_forced_inside_the_block_alone(config):
         config(*ASKED)
         config(*ASKED, "forward")
         config(*ASKED, "backward")
-    assert [each.key for each in asked] == [KEY, "(64, 128) bfloat16 backward"]
+    assert [each.key for each in asked] == [KEY, "rule (64, 128) bfloat16 backward"]
     with tuned.forced(asked[0], Config(8)):
         assert config(*ASKED) == Config(8)
         assert config(*ASKED, "backward") == Config(256)

@@ -136,8 +136,8 @@ class Timer:
 def test_each_launch_is_searched_once_in_its_own_direction():
     found = search(OP, MACHINE, [CASE, CASE], Timer())
     assert [(each.asked.key, each.direction) for each in found] == [
-        ("(6, 40) float32 forward", "forward"),
-        ("(6, 40) float32 backward", "forward_backward"),
+        ("config (6, 40) float32 forward", "forward"),
+        ("config (6, 40) float32 backward", "forward_backward"),
     ]
 
 

@@ -41,7 +41,7 @@ def test_a_row_of_the_table():
         Config(2): "wrong: output: whole 2 > 1e-7",
     }
     assert found(_1=10.0, _4=12.0, dropped=dropped).drawn() == {
-        "launch": "(6, 40)",
+        "launch": "<lambda> (6, 40)",
         "direction": "forward",
         "config": "block=1 num_warps=4",
         "time_us": 10.0,

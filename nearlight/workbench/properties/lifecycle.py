@@ -247,6 +247,7 @@ def _scaled_loss(factor: float) -> Callable[[Op, Standard], Compared]:
             expected,
             plain=run(op.reference, expected.inputs, upstream),
             truth=run(op.reference, in_fp64(expected.inputs), upstream_in_fp64(upstream)),
+            terms=None,  # they are those of another upstream gradient
         )
         return Compared(run(op.function, expected.inputs, upstream), held_to)
 
@@ -269,6 +270,7 @@ def _accumulated(op: Op, expected: Standard) -> Compared:
         expected,
         plain=accumulate(op.reference, expected.inputs, False),
         truth=accumulate(op.reference, in_fp64(expected.inputs), True),
+        terms=None,
     )
     return Compared(accumulate(op.function, expected.inputs, False), held_to)
 
