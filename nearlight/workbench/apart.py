@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from nearlight.workbench.check_report import Header, Row, as_report
 
 # Until the op is loaded: torch, triton, the user's file and all that it imports.
 START_SECONDS = 300.0
+# How long a trial may take once one has hung.
+AFTER_HANG_SECONDS = 10.0
+_HUNG = "did not finish"
 # What one trial may take on top: a compiler is at work, or a tool with a time limit of its own.
 EXTRA_SECONDS = {"torch": 120.0, "machine code": 300.0, "sanitizer": 300.0}
 EXTRA_SECONDS_ON_GPU = 60.0
@@ -196,6 +199,8 @@ def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progr
         if not told.current:
             raise BadInput(f"{name}: {ending} while its kernels were compiled for the record")
         told.lose(ending)
+        if ending.startswith(_HUNG):  # what hangs once hangs again
+            limits = replace(limits, trial_seconds=min(limits.trial_seconds, AFTER_HANG_SECONDS))
         told.is_done = not told.current and not request.get("for_record")
     assert told.header is not None
     rows = sorted(told.rows.values(), key=lambda row: row.number)
@@ -257,7 +262,7 @@ def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Lim
         child.wait(1.0)
     except subprocess.TimeoutExpired:
         pass  # `_end` is not so polite
-    return f"did not finish in {limit:g} s"
+    return f"{_HUNG} in {limit:g} s"
 
 
 def _place(trace: str, name: str) -> str:

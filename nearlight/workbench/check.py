@@ -214,8 +214,11 @@ def chosen(
     return [
         prop
         for prop in PROPERTIES
-        if (only is None or prop.name in only)
-        and (prop.in_quick or not quick or (sanitize and prop.name == ON_REQUEST))
+        if (
+            prop.name in only
+            if only is not None
+            else prop.in_quick or not quick or (sanitize and prop.name == ON_REQUEST)
+        )
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,6 +75,10 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
         answer += f"; broken: {', '.join(row.property for row in failed)}"
     what = ", ".join(kernels) if kernels else "no nearlight kernel: plain PyTorch code"
     method = f"{'interpreted' if is_on_cpu else 'on ' + header.device}; launched {what}"
+    if is_not_run := bool(num_elsewhere) and not any(
+        row.property == "values" and row.status != NOT_APPLICABLE for row in rows
+    ):
+        method = f"compiled and read, values not run; kernels {', '.join(kernels) or 'unknown'}"
     return Report(
         verb="check",
         answer=answer,
@@ -83,8 +88,15 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
         versions=header.versions,
         proof=Proof(bool(judged) and not failed, (), method),
         rows=[_as_dict(row) for row in rows],
-        next=failed[0].reproduce if failed else f"nearlight bench {header.source}",
+        next=failed[0].reproduce if failed else _next(header, is_not_run),
     )
+
+
+def _next(header: Header, is_not_run: bool) -> str:
+    target = shlex.quote(header.source)
+    if is_not_run:
+        return f"on a machine with a GPU: nearlight check {target} --device cuda"
+    return f"nearlight {'inspect' if header.device == 'cpu' else 'bench'} {target}"
 
 
 def broken(report: Report) -> list[str]:

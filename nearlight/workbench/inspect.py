@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -258,9 +259,9 @@ def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Repo
     answer = f"{target.name}: {findings[0].title}" if findings else ""
     if len(findings) > 1:
         answer += f", and {len(findings) - 1} more"
-    next_step = f"nearlight bench {target.name}" if target.op else ""
+    next_step = f"nearlight bench {shlex.quote(target.name)}" if target.op else ""
     if unknown := [look for look in looks if look.code and not look.occupancy]:
-        next_step = f"for the occupancy: nearlight inspect {target.name} --block 256"
+        next_step = f"for the occupancy: nearlight inspect {shlex.quote(target.name)} --block 256"
         if any(look.code and _lacks_shared_bytes(look.build, look.code) for look in unknown):
             next_step += " --shared BYTES"
     return Report(
@@ -272,7 +273,7 @@ def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Repo
         versions=versions(),
         findings=findings,
         rows=[row_of(look) for look in sorted(looks, key=lambda look: kernels.index(look.kernel))],
-        next=next_step or f"compare: nearlight inspect --diff {target.name} OTHER",
+        next=next_step or f"compare: nearlight inspect --diff {shlex.quote(target.name)} OTHER",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def diff_report(targets: Sequence[Target], arch: str, rows: Sequence[Sequence[Ro
         setup=f"{names[0]} → {names[1]}, both compiled for {arch}",
         versions=versions(),
         rows=both,
-        next=f"what it is worth: nearlight bench {names[1]}" if targets[1].op else "",
+        next=f"what it is worth: nearlight bench {shlex.quote(names[1])}" if targets[1].op else "",
     )
 
 

@@ -296,6 +296,20 @@ def _terms(op: Op, inputs: Inputs, upstream: Upstream) -> Mapping[str, torch.Ten
     return found
 
 
+def require_refusal(op: Op, inputs: Inputs, error: ValueError) -> None:
+    """Raise the op's error again unless its function refuses the inputs before it launches.
+
+    Whatever a launcher, a compiler or a backward pass raises is a fault and no refusal.
+    """
+    with launches() as seen, backend.force("triton"), torch.no_grad():
+        try:
+            op.function(**fresh(inputs, ()))
+        except ValueError:
+            if not seen:
+                return
+    raise error
+
+
 @contextmanager
 def kernels() -> Iterator[guard.Guard]:
     """Run our kernels inside the block, on CPU tensors too, between guard zones."""

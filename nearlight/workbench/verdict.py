@@ -150,8 +150,11 @@ def examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected
 
 
 def _describe(error: BaseException) -> str:
-    first = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {first}"
+    lines = (str(error).strip() or "no message").splitlines()
+    told = next((line.strip() for line in lines if ": error:" in line), lines[0])
+    if told.startswith("at ") and len(lines) > 1:  # Triton: a place in the kernel, its lines, why
+        told = f"{lines[-1].strip()} ({told.rstrip(':')} of the kernel)"
+    return f"{type(error).__name__}: {told}"
 
 
 def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:

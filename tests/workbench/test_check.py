@@ -38,7 +38,12 @@ def test_the_sound_op_has_every_property():
 
 def test_quick_proves_values_layouts_and_guard_zones():
     report = check(load_op(str(TWINS)), quick=True)
-    assert [row["property"] for row in report.rows] == ["values", "layouts", "poison"]
+    assert [row["property"] for row in report.rows] == [
+        "values",
+        "layouts",
+        "poison",
+        "machine code",
+    ]
     assert report.proof is not None and report.proof.passed
 
 

@@ -45,6 +45,6 @@ def test_what_is_broken_comes_with_the_line_that_shows_it():
     report = as_report(HEADER, [PASSED, FAILED])
     assert broken(report) == ["layouts: output differs\n  reproduce(1)"]
     assert report.next == "reproduce(1)"
-    assert as_report(HEADER, [PASSED]).next == "nearlight bench my_op.py"
+    assert as_report(HEADER, [PASSED]).next == "nearlight inspect my_op.py"
     nothing = broken(as_report(HEADER, [GPU]))
     assert nothing == ["no property could be judged here", f"determinism: {GPU.reason}"]

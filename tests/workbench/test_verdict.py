@@ -16,7 +16,7 @@ from nearlight.workbench.check import check, load_op
 from nearlight.workbench.check_report import NOT_APPLICABLE
 from nearlight.workbench.property import Property
 from nearlight.workbench.trial import Rejected, Trial
-from nearlight.workbench.verdict import ON_A_GPU, home_of, prove_property, source_of
+from nearlight.workbench.verdict import ON_A_GPU, _describe, home_of, prove_property, source_of
 
 TWINS = Path(__file__).with_name("twins.py")
 OP = load_op(str(TWINS))
@@ -82,12 +82,47 @@ def cuda_op(tmp_path: Path):
     return dataclasses.replace(OP, function=scale)
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("k.cu does not compile:\n\nk.cu(3): error: expected a ';'\n  x\n", "k.cu(3): error: expected a ';'"),
+        ("at 14:42:\n    x = cdff(y)\n        ^\nNameError('cdff')", "NameError('cdff') (at 14:42 of the kernel)"),
+        ("first\nsecond", "first"),
+    ],
+)  # fmt: skip
+def test_of_a_compilers_message_the_line_that_tells_is_said(message, told):
+    assert _describe(ValueError(message)) == f"ValueError: {told}"
+
+
+def test_a_value_error_of_a_backward_is_no_refusal():
+    """Nor one of a launcher: only what a function says before it launches anything."""
+
+    def late(x, weight, backend="auto"):
+        y = OP.function(x, weight, backend=backend)
+        if (x == 0).any():
+            raise ValueError("too many values to unpack")
+        return y
+
+    def early(x, weight, backend="auto"):
+        if (x == 0).any():
+            raise ValueError("x: rows of zeros have no direction")
+        return OP.function(x, weight, backend=backend)
+
+    for function, status in ((late, "failed"), (early, "passed")):
+        (row,) = check(dataclasses.replace(OP, function=function), only=["extremes"]).rows
+        assert row["status"] == status, row
+    assert "refuses" in row["reason"]
+
+
 def test_cuda_on_cpu_tensors_is_not_judged_and_the_answer_counts_it(cuda_op):
     report = check(cuda_op, quick=True)
-    assert {(row["status"], row["reason"]) for row in report.rows} == {(NOT_APPLICABLE, ON_A_GPU)}
-    num_rows = len(report.rows)
-    assert report.answer == f"scale (sound): 0 of 0 properties hold, {num_rows} need a GPU"
-    assert "launched scale" in report.setup
+    assert {(row["status"], row["reason"]) for row in report.rows[:3]} == {
+        (NOT_APPLICABLE, ON_A_GPU)
+    }
+    assert report.setup.startswith("quick check, compiled and read, values not run")
+    assert report.answer == "scale (sound): 0 of 0 properties hold, 3 need a GPU"
+    assert "kernels scale" in report.setup
+    assert report.next.startswith("on a machine with a GPU: nearlight check ")
     assert report.proof is not None and not report.proof.passed
 
 
@@ -118,7 +153,8 @@ def test_an_op_is_found_again_by_the_file_that_holds_its_record(tmp_path: Path):
     assert home_of(load_op("rms_norm")) == "rms_norm"
     # A reference of torch's own does not make torch the op's file.
     plain = tmp_path / "plain.py"
-    text = TWINS.read_text(encoding="utf-8") + "\nPLAIN = __import__('dataclasses').replace(\n"
+    text = TWINS.read_text(encoding="utf-8").replace("twins::", "plain_twins::")
+    text += "\nPLAIN = __import__('dataclasses').replace(\n"
     plain.write_text(text + "    OP, reference=torch.nn.functional.silu)\n", encoding="utf-8")
     assert source_of(load_op(f"{plain}:PLAIN")) == f"{plain}:PLAIN"
     assert home_of(dataclasses.replace(OP, name="another")) == ""

@@ -15,6 +15,7 @@ from nearlight.workbench.trial import (
     Trial,
     kernels,
     make_inputs,
+    require_refusal,
     run,
     standard,
     tensors,
@@ -94,6 +95,7 @@ def _empty(op: Op, trial: Trial, device: str) -> Compared:
     except ValueError as error:
         if is_batch:
             raise
+        require_refusal(op, expected.inputs, error)
         raise Refused(f"{dict(trial.case.shape)}: {error}") from error
 
 
@@ -102,6 +104,7 @@ def _implied(op: Op, extreme: Extreme, trial: Trial, device: str) -> Compared | 
     try:
         return _extreme(op, extreme, trial, device)
     except ValueError as error:
+        require_refusal(op, extreme.change(make_inputs(op, trial, device)), error)
         raise Refused(f"{extreme.name}: {error}") from error
 
 

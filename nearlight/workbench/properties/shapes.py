@@ -19,7 +19,7 @@ from nearlight.workbench.property import (
     resized,
     tile_edges,
 )
-from nearlight.workbench.trial import Refused, Trial, make_inputs, tensors
+from nearlight.workbench.trial import Refused, Trial, make_inputs, require_refusal, tensors
 
 # One, even and odd small sizes, and primes on both sides of a warp.
 SIZES = (1, 2, 3, 7, 17, 31, 33, 127)
@@ -74,6 +74,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     except ValueError as error:
         if is_listed:
             raise
+        require_refusal(op, make_inputs(op, trial, device), error)
         raise Refused(f"{dict(trial.case.shape)}: {error}") from error
 
 
