@@ -97,7 +97,7 @@ class Kernel:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The kernel's parameters, read from its source."""
-        return parameters(self.path.read_text(encoding="utf-8"), self.name)
+        return parameters(sources(self.path)[self.path.name], self.name)
 
     def compile(self, arch: str) -> Cubin:
         """Compile for an arch ("sm_90a"), or take the result from the cache; needs no GPU."""
@@ -291,7 +291,8 @@ def _compile(
     )
     log = _Log()
     try:
-        program = Program(f'#line 1 "{path.name}"\n{source}', "c++", settings)
+        text = f'#line 1 "{path.name}"\n{source}'.encode("utf-8", "replace").decode()
+        program = Program(text, "c++", settings)
         compiled = program.compile("cubin", name_expressions=(name,), logs=log)
     except Exception as error:
         # cuda-core wraps NVRTC's log into exceptions of several types, by version.

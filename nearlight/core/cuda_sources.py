@@ -30,7 +30,7 @@ def sources(path: Path) -> dict[str, str]:
         The file's own text by its name, then each header's by its absolute path.
     """
     folders = include_path(path)
-    found = {path.name: path.read_text(encoding="utf-8")}
+    found = {path.name: path.read_text(encoding="utf-8", errors="surrogateescape")}
     waiting = [(folders[1], found[path.name])]
     while waiting:
         folder, text = waiting.pop()

@@ -17,6 +17,8 @@ from nearlight.core.launch import launch_gpu
 from nearlight.core.op import KernelBuild
 from nearlight.core.triton import jit
 
+# Up to here plain PyTorch's rows may cancel exactly, and fused multiply-adds would leave noise.
+FEW_COLUMNS = 16
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_WIDTH = 262_144
 # A row up to here is held in registers (with one sum beside it); a wider one is read twice.

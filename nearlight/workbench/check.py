@@ -258,4 +258,6 @@ def _record(module: ModuleType, attribute: str, where: str) -> Op:
         found = [name for name, value in vars(module).items() if isinstance(value, Op)]
         hint = f"it has {', '.join(found)}" if found else "define OP = Op(...)"
         raise BadInput(f"{where} has no Op record called {attribute}; {hint}")
+    if not record.check_cases:
+        raise BadInput(f"{where}: {attribute} has no check_cases; give it at least one small Case")
     return record

@@ -121,8 +121,10 @@ def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:
 def _triples(compared: Compared) -> dict[str, Triple] | str:
     """Return ours, plain and truth by name, or how the results differ in kind."""
     actual, plain, truth = compared.actual, compared.expected.plain, compared.expected.truth
-    if len(actual.outputs) not in (0, len(plain.outputs)):
+    if len(actual.outputs) != len(plain.outputs) and not (actual.gradients and not actual.outputs):
         return f"{len(actual.outputs)} outputs, the reference has {len(plain.outputs)}"
+    if not plain.outputs and not actual.gradients:
+        return "the reference returns no tensor, so there is nothing to compare"
     found: dict[str, Triple] = {}
     for index, output in enumerate(actual.outputs):
         name = "output" if len(actual.outputs) == 1 else f"output {index}"

@@ -106,7 +106,7 @@ def _cuda_target(name: str, path: Path, kernel: str, options: Options) -> Target
         raise BadInput(f"--block {options.block}: a block has 1 to 1024 threads")
     if options.shared < 0:
         raise BadInput(f"--shared {options.shared}: bytes of shared memory are not below 0")
-    found = cuda_arguments.kernels(path.read_text(encoding="utf-8"))
+    found = cuda_arguments.kernels(path.read_text(encoding="utf-8", errors="surrogateescape"))
     names = [kernel] if kernel else [each for each, is_template in found.items() if not is_template]
     plain = kernel.partition("<")[0].rpartition("::")[2]
     if not names or (kernel and plain not in found):

@@ -49,6 +49,8 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
         >>> nearlight.assert_proved("rms_norm")  # doctest: +SKIP
         >>> nearlight.assert_proved("my_op.py", quick=True)  # doctest: +SKIP
     """
+    if not op:
+        raise BadInput("assert_proved takes an op's name, file.py, file.py:NAME or a record")
     source = op if isinstance(op, str) else home_of(op)
     file = record.file_of(source)
     if source and file is None:

@@ -108,6 +108,8 @@ def _case_named(op: Op, name: str) -> Case:
     known = {case.name: case for case in op.cases}
     if name in known:
         return known[name]
+    if not op.cases:
+        raise BadInput(f"{op.name} has no cases to tune; give its record at least one Case")
     first = op.cases[0]
     sizes = dict(part.partition("=")[::2] for part in name.split(","))
     if sizes.keys() != first.shape.keys() or not all(size.isdecimal() for size in sizes.values()):

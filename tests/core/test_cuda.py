@@ -240,3 +240,10 @@ def test_cpu_tensors_without_an_emulator_say_so():
 def test_a_launch_without_tensors_is_refused():
     with pytest.raises(TypeError, match="at least one tensor"):
         Kernel(ROW_SUM, "fill")[(1,), (32,)](None, 1, 4)
+
+
+def test_a_source_in_another_encoding_compiles(cache, tmp_path):
+    file = tmp_path / "latin.cu"
+    file.write_bytes(b'// Gr\xf6\xdfe\nextern "C" __global__ void f(int* x) { *x = 1; }\n')
+    assert [p.name for p in Kernel(file, "f").parameters] == ["x"]
+    assert Kernel(file, "f").compile("sm_80").code[:4] == b"\x7fELF"

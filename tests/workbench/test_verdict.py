@@ -85,8 +85,8 @@ def cuda_op(tmp_path: Path):
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ("k.cu does not compile:\n\nk.cu(3): error: expected a ';'\n  x\n", "k.cu(3): error: expected a ';'"),
-        ("at 14:42:\n    x = cdff(y)\n        ^\nNameError('cdff')", "NameError('cdff') (at 14:42 of the kernel)"),
+        ("k.cu does not compile:\n\nk.cu(3): error: no ';'\n  x\n", "k.cu(3): error: no ';'"),
+        ("at 4:2:\n  x = c(y)\n      ^\nNameError('c')", "NameError('c') (at 4:2 of the kernel)"),
         ("first\nsecond", "first"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from nearlight.core.hardware import find_gpu
 from nearlight.core.launch import launch_gpu
 from nearlight.core.register import register_op
 from nearlight.core.rows import (
+    FEW_COLUMNS,
     MAX_BLOCK,
     accumulator,
     accumulator_pipe,
@@ -71,8 +72,8 @@ def backward(
         for gradient, is_needed in zip((dx, dweight, dbias), needs, strict=True)
     )
     # One rounding for a product and the mean taken off it would leave noise where the gradient of
-    # a row of one or two columns is exactly zero.
-    options = {"enable_fp_fusion": False}
+    # a row of one or two columns is exactly zero; longer rows do not cancel in plain PyTorch.
+    options = {"enable_fp_fusion": x.shape[-1] > FEW_COLUMNS}
     row_backward(both, chosen, dy, x, weight, [mean, rstd], grad_x, sums, **options)
     return dx, dweight, dbias
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from nearlight.core.hardware import Gpu
 from nearlight.core.launch import launch_gpu
-from nearlight.core.rows import accumulator, triton_accumulator
+from nearlight.core.rows import FEW_COLUMNS, accumulator, triton_accumulator
 from nearlight.core.triton import jit
 from nearlight.core.tuned import tunable
 
@@ -301,7 +301,7 @@ def cross_entropy_(
         BLOCK_N=tile.block_n,
         num_warps=tile.num_warps,
         # The gradient of a single class is exactly zero, without the noise of one rounding less.
-        enable_fp_fusion=False,
+        enable_fp_fusion=vocab > FEW_COLUMNS,
     )
     return loss
 
