@@ -87,7 +87,7 @@ def render(name: str, lang: str) -> dict[str, str]:
 def _unfit(name: str, lang: str) -> str:
     """Say why an op cannot have this name, or return ""."""
     if not re.fullmatch(r"(?!test_)[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name):
-        return "allowed is a lower-case identifier of up to 64 letters that does not begin with test_"
+        return "allowed is an identifier of up to 64 lower-case letters, not to begin with test_"
     if hasattr(builtins, name) or importlib.util.find_spec(name) is not None:
         return "Python has something of this name, which the op would hide"
     if name in {path.stem for path in OPS.iterdir()}:
