@@ -137,8 +137,8 @@ def test_the_report_is_that_of_a_check_in_this_process():
     for report in (apart, here):
         for row in report["rows"]:
             del row["seconds"]
-    assert apart.pop("next") == f"nearlight bench {TWINS}"
-    assert here.pop("next") == f"nearlight bench {TWINS}:OP"
+    assert apart.pop("next") == f"nearlight inspect {TWINS}"
+    assert here.pop("next") == f"nearlight inspect {TWINS}:OP"
     assert apart == here
 
 
