@@ -121,7 +121,7 @@ def test_offsets_past_two_to_the_31_were_proved(name):
     assert report["rows"][0]["num_trials"] == len(OPS[name].large_cases)
 
 
-def test_inspect_says_of_every_kernel_what_the_driver_says():
+def test_registers_and_occupancy_of_every_kernel_are_what_the_driver_says():
     """By `tools/prove_tools.py resources`."""
     rows = load("tools-resources.json")["rows"]
     assert {row["op"] for row in rows} == {name for name, op in OPS.items() if op.builds("sm_90a")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from nearlight.core import cuda, machine_code, triton
 from nearlight.core.machine_code import MachineCode
 from nearlight.core.op import KernelBuild
@@ -47,7 +45,7 @@ def check_budget(build: KernelBuild, code: MachineCode) -> list[str]:
         )
     if build.uses_tensor_cores and code.matrix_instructions == 0:
         violations.append("no matrix instruction, though the kernel is said to use tensor cores")
-    limit = machine_code.MAX_SHARED_BYTES[int(re.sub(r"\D", "", code.arch))]
+    limit = machine_code.MAX_SHARED_BYTES[machine_code.capability_of(code.arch)]
     if code.shared_bytes > limit:
         violations.append(f"{code.shared_bytes} bytes of shared memory, a block has {limit}")
     return [f"{build.name} on {code.arch}: {violation}" for violation in violations]
