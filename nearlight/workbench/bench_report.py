@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from nearlight.core import timing
 from nearlight.core.hardware import Gpu
 from nearlight.core.op import Op
 from nearlight.core.report import Proof, Report
@@ -39,8 +38,7 @@ def report_of(op: Op, gpu: Gpu, rows: list[Row], versions: Mapping[str, str]) ->
         answer=f"{op.name} on {gpu.name}: {', '.join(parts)}",
         target=op.name,
         gpu=gpu.key,
-        setup="inputs rotated, caches flushed above "
-        f"{timing.GRAPH_BELOW_US:.0f} µs (below: graph replay), interleaved, medians; "
+        setup="inputs rotated, caches flushed, interleaved, medians; "
         "ratio = peer's time ÷ ours, with ! where the peer's results are wrong",
         versions=versions,
         proof=Proof(bool(ours) and not unproved, (), HOW),

@@ -130,9 +130,8 @@ def report_of(op: Op, gpu: Gpu, found: Sequence[Found], measured_on: Mapping[str
         answer=answer,
         target=op.name,
         gpu=gpu.key,
-        setup="candidates checked, then timed interleaved (inputs rotated, caches flushed above "
-        f"{timing.GRAPH_BELOW_US:.0f} µs), the best {NUM_BEST} again; rule loss = how much "
-        "longer the rule's launch takes",
+        setup="candidates checked, then timed interleaved (inputs rotated, caches flushed), "
+        f"the best {NUM_BEST} again; rule loss = how much longer the rule's launch takes",
         versions=measured_on,
         rows=[each.drawn() for each in found],
         proof=Proof(
