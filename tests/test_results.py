@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from nearlight.core import tuned
 from nearlight.core.hardware import find_gpu
 from nearlight.ops import OPS
+from nearlight.workbench.tune_report import MAX_RULE_LOSS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "nearlight" / "data" / "results"
+TUNED = RESULTS.parent / "tuned"
 FILES = sorted(RESULTS.glob("*/*.json"))
 DOCS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
@@ -113,14 +116,6 @@ def test_the_prediction_without_a_gpu_is_near_the_measurement():
         assert predicted.limit_ms == pytest.approx(measured["limit_ms"])
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.large_cases])
-def test_offsets_past_two_to_the_31_were_proved(name):
-    report = load(f"check-size-{name}.json")
-    assert report["proof"]["passed"]
-    assert [(row["property"], row["status"]) for row in report["rows"]] == [("size", "passed")]
-    assert report["rows"][0]["num_trials"] == len(OPS[name].large_cases)
-
-
 def test_registers_and_occupancy_of_every_kernel_are_what_the_driver_says():
     """By `tools/prove_tools.py resources`."""
     rows = load("tools-resources.json")["rows"]
@@ -128,3 +123,39 @@ def test_registers_and_occupancy_of_every_kernel_are_what_the_driver_says():
     for row in rows:
         ours = [row["registers"], row["local_bytes"], row["blocks_per_sm"]]
         assert row["equal"] and ours == row["driver"], row
+
+
+def test_the_timer_sees_three_per_cent_and_nothing_in_itself():
+    rows = load("tools-timer.json")["rows"]
+    assert {row["mib"] for row in rows} >= {2, 64, 256}
+    for row in rows:
+        if row["bytes_factor"] == 1.0:
+            assert row["no difference"] >= 0.95 * row["runs"] >= 95
+        else:
+            assert row["slower"] >= 0.90 * row["runs"] >= 90
+
+
+def test_short_kernels_are_timed_as_nsight_compute_times_them():
+    rows = load("tools-small.json")["rows"]
+    assert all(3 <= row["ncu_us"] <= 10 for row in rows) and len(rows) >= 3
+    assert max(abs(row["timer_us"] / row["ncu_us"] - 1) for row in rows) <= 0.10
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_op_went_through_the_full_check_on_the_gpu(name):
+    result = load(f"check-{name}.json")
+    assert result["answer"] == f"{name}: 11 of 11 properties hold"
+    assert "on cuda" in result["setup"] and result["proof"]["passed"]
+    rows = {row["property"]: row for row in result["rows"]}
+    assert [name for name in rows if rows[name]["status"] == "not applicable"] == ["sanitizer"]
+    # Past 2³¹ elements, and the scan.
+    assert rows["size"]["num_trials"] == len(OPS[name].large_cases) + 1
+
+
+@pytest.mark.parametrize("path", sorted(TUNED.glob("*/*.json")), ids=lambda path: path.stem)
+def test_rules_are_near_the_best_launch_that_was_found(path):
+    for row in tuned.read(path).values():
+        assert re.fullmatch(r"[0-9a-f]{12}", row["versions"]["commit"])
+        assert row["gpu"] == path.parent.name and row["num_timed"] > 1
+        assert row["low_us"] <= row["time_us"] <= row["high_us"]
+        assert row["rule_loss"] <= MAX_RULE_LOSS, row["key"]

@@ -87,21 +87,26 @@ class RowConfig:
         return self.block_n <= MAX_HELD_BLOCK
 
 
-def forward_config(shape: tuple[int, int], gpu: Gpu | None) -> RowConfig:
+def forward_config(
+    shape: tuple[int, int], gpu: Gpu | None, elements_per_thread: int = 32
+) -> RowConfig:
     """Choose the launch of a pass that reads (rows, N) and writes as much.
 
-    One program per tile; `gpu` is None for the interpreter, where a program costs the same
-    whatever its tile.
+    One program per tile.
+
+    Args:
+        shape: rows and their width.
+        gpu: None for the interpreter, where a program costs the same whatever its tile.
+        elements_per_thread: by default four 16-byte loads of bf16 in flight before the first use;
+            with more, fewer warps wait at the barriers of sums that follow one another.
     """
     rows, width = shape
     if width > MAX_BLOCK:
-        # Few large programs: of the rows in flight more stays in L2 for the second read. Two of 16
-        # warps with pipelined blocks of 8192 took 1.11 times as long (4096 × 65536, H200).
-        return RowConfig(1, MAX_BLOCK, 32 if gpu else 4, 1, rows)
+        # Few large programs: of the rows in flight more stays in L2 for the second read.
+        return RowConfig(1, MAX_BLOCK // 2 if gpu else MAX_BLOCK, 32 if gpu else 4, 1, rows)
     block_n = triton.next_power_of_2(width)
-    block_m = _block_m(rows, block_n, gpu)
-    # 32 elements per thread: four 16-byte loads of bf16 in flight before the first use.
-    num_warps = min(32, max(1, block_m * block_n // 1024))
+    block_m = _block_m(rows, block_n, gpu, 4096)
+    num_warps = min(32, max(1, block_m * block_n // (32 * elements_per_thread)))
     return RowConfig(block_m, block_n, num_warps, 1, triton.cdiv(rows, block_m))
 
 
@@ -127,12 +132,14 @@ def backward_config(
         block_m = min(64, 2**18 // block_n, triton.next_power_of_2(rows))
         tiles = triton.cdiv(rows, block_m)
         return RowConfig(block_m, block_n, 4, 1, min(tiles, max(2, isqrt(32 * tiles))))
-    block_m = 1 if is_wide else _block_m(rows, block_n, gpu)
+    block_m = 1 if is_wide else _block_m(rows, block_n, gpu, 2048)
     num_warps = min(32, max(1, block_m * block_n // 512))
-    stage_bytes = _stage_bytes(block_m, block_n, dtype)
-    num_stages = 1 + min(2, (gpu.shared_bytes_per_block - 4096) // stage_bytes)
+    num_stages = 1
+    if block_n <= MAX_HELD_BLOCK:  # beyond, the pipeline would carry the parameters, too
+        stage_bytes = _stage_bytes(block_m, block_n, dtype)
+        num_stages += min(2, (gpu.shared_bytes_per_block - 4096) // stage_bytes)
     # As many as the registers of an SM hold.
-    warps_per_sm = 32 if is_wide else 24 if num_sums == 1 else 16
+    warps_per_sm = 32 if is_wide else 16
     tile = RowConfig(block_m, block_n, num_warps, num_stages, 0)
     return _with_programs(tile, shape, dtype, gpu, warps_per_sm)
 
@@ -207,10 +214,10 @@ def backward_candidates(
     return found
 
 
-def _block_m(rows: int, block_n: int, gpu: Gpu | None) -> int:
+def _block_m(rows: int, block_n: int, gpu: Gpu | None, tile: int) -> int:
     if gpu is None:
         return min(2**18 // block_n, triton.next_power_of_2(rows))
-    block_m = max(1, 4096 // block_n)
+    block_m = max(1, tile // block_n)
     # Too few rows to give every SM a full tile: one row per program.
     return block_m if rows >= block_m * gpu.num_sms else 1
 

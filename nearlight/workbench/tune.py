@@ -23,6 +23,7 @@ from nearlight.core.tuned import Asked
 from nearlight.core.versions import versions
 from nearlight.workbench import bench
 from nearlight.workbench.bench import Machine, Work
+from nearlight.workbench.flat import flattened
 from nearlight.workbench.trial import (
     Standard,
     Trial,
@@ -77,21 +78,21 @@ def tune(
     """
     gpu = detect_gpu()
     if gpu is None:
-        raise MissingPart("tune measures a GPU and this machine has none that torch sees")
+        raise MissingPart(
+            "tune measures a GPU and this machine has none that torch sees; "
+            "nearlight check and nearlight inspect need none"
+        )
     path_of = tuned.package_path if into_repo else tuned.user_path
     require_writable(path_of(op.name, gpu.key))
     tuned.read(path_of(op.name, gpu.key))  # rows that cannot be kept beside are refused now
-    found = search(op, Machine("cuda", gpu), cases, progress=progress)
     measured_on = versions(on_gpu=True)
-    rows: dict[str, list[tuned.Row]] = {}
-    for each in found:
-        if not each.fault:
-            row = {**each.saved(), "gpu": gpu.key, "versions": measured_on}
-            rows.setdefault(each.asked.choice.name, []).append(row)
-    for name, some in rows.items():
-        path = path_of(name, gpu.key)
-        tuned.save(path, some)
-        progress(f"{len(some)} launches written to {path}")
+    found = []
+    for each in search(op, Machine("cuda", gpu), cases, progress=progress):
+        found.append(each)
+        if not each.fault:  # kept at once: who stops a long search has what it found
+            path = path_of(each.asked.choice.name, gpu.key)
+            tuned.save(path, [{**each.saved(), "gpu": gpu.key, "versions": measured_on}])
+            progress(f"{each.asked.key} written to {path}")
     return report_of(op, gpu, found, measured_on)
 
 
@@ -126,8 +127,8 @@ def search(
     cases: Sequence[Case] | None = None,
     timer: Timer = timing.compare,
     progress: Progress = silent,
-) -> list[Found]:
-    """Return what `tune` finds on a machine, each launch once; arguments as there.
+) -> Iterator[Found]:
+    """Yield what `tune` finds on a machine, each launch once; arguments as there.
 
     Args:
         op: as for `tune`.
@@ -136,24 +137,25 @@ def search(
         timer: `nearlight.core.timing.compare`, or what stands in for it.
         progress: as for `tune`.
     """
-    found: dict[Asked, Found] = {}
+    op = flattened(op)
+    searched: set[Asked] = set()
     for case in op.cases if cases is None else cases:
         sets = [
             make_inputs(op, Trial(case, seed=seed), machine.device)
             for seed in range(bench.NUM_SETS)
         ]
         for asked, direction in _asked(op, sets[0], Trial(case)):
-            if asked not in found:
+            if asked not in searched:
+                searched.add(asked)
                 place = Found(asked, case, direction, asked.choice.rule(**asked.arguments))
-                found[asked] = _search(op, machine, place, sets, timer, progress)
+                yield _search(op, machine, place, sets, timer, progress)
         if machine.device == "cuda":
             torch.cuda.empty_cache()
-    if not found:
+    if not searched:
         raise BadInput(
             f"{op.name} asks no launch rule that can be tuned: decorate its `config(shape, dtype, "
             "gpu)` with `nearlight.core.tuned.tunable(name, candidates)`"
         )
-    return list(found.values())
 
 
 def _asked(op: Op, inputs: Inputs, trial: Trial) -> Iterator[tuple[Asked, str]]:

@@ -115,7 +115,7 @@ class Timer:
 
     def __init__(self, **times_us: float):
         self.times_us = {f"block={name[1:]}": us for name, us in times_us.items()}
-        self.method = "graph"
+        self.method = "cpu clock"
         self.rounds: list[list[str]] = []
 
     def __call__(self, calls, *, device, min_repeats, max_seconds=2.0):
@@ -134,7 +134,7 @@ class Timer:
 
 
 def test_each_launch_is_searched_once_in_its_own_direction():
-    found = search(OP, MACHINE, [CASE, CASE], Timer())
+    found = list(search(OP, MACHINE, [CASE, CASE], Timer()))
     assert [(each.asked.key, each.direction) for each in found] == [
         ("config (6, 40) float32 forward", "forward"),
         ("config (6, 40) float32 backward", "forward_backward"),
@@ -147,7 +147,7 @@ def test_a_launch_of_both_directions_is_timed_in_both():
         def backward(ctx, upstream):
             return launch(upstream, "forward")
 
-    found = search(make_op(Same.apply), MACHINE, timer=Timer())
+    found = list(search(make_op(Same.apply), MACHINE, timer=Timer()))
     assert [each.direction for each in found] == ["forward_backward"]
 
 
@@ -157,13 +157,13 @@ def test_a_forward_that_does_the_backwards_work_is_timed_with_it():
         def backward(ctx, upstream):
             return 2 * upstream
 
-    found = search(make_op(Early.apply), MACHINE, timer=Timer())
+    found = list(search(make_op(Early.apply), MACHINE, timer=Timer()))
     assert [each.direction for each in found] == ["forward_backward"]
 
 
 def test_the_fastest_right_candidate_is_kept():
     timer = Timer(_7=1.0, _13=1.0, _17=1.0, _99=1.0, _2=10.0, _5=11.0, _4=12.0)
-    found = search(OP, MACHINE, timer=timer)[0]
+    found = next(search(OP, MACHINE, timer=timer))
     assert found.kept == Config(2) and not found.rule_is_best
     assert found.rule_loss == pytest.approx(0.2) and not found.passed
     assert found.num_timed == 6  # neither what is wrong, nor what raises, spills, is illegal
@@ -176,19 +176,19 @@ def test_the_fastest_right_candidate_is_kept():
 
 def test_the_best_are_timed_again_and_the_rule_with_them():
     timer = Timer(_1=1.0, _2=2.0, _3=3.0, _5=5.0, _6=6.0, _4=40.0)
-    search(OP, MACHINE, timer=timer)
+    list(search(OP, MACHINE, timer=timer))
     assert len(timer.rounds[0]) == 6
     assert timer.rounds[1] == [f"block={block}" for block in (1, 2, 3, 5, 6, 4)]
 
 
 def test_what_is_not_faster_beyond_the_spread_leaves_the_rule():
-    found = search(OP, MACHINE, timer=Timer(_2=19.9))[0]
+    found = next(search(OP, MACHINE, timer=Timer(_2=19.9)))
     assert found.fastest == Config(2)
     assert found.kept == Config(4) and found.rule_is_best and found.rule_loss == 0 and found.passed
 
 
 def test_a_rule_within_the_allowed_loss_passes():
-    found = search(OP, MACHINE, timer=Timer(_2=19.2))[0]
+    found = next(search(OP, MACHINE, timer=Timer(_2=19.2)))
     assert found.kept == Config(2) and found.rule_loss == pytest.approx(0.0417, abs=1e-3)
     assert found.passed
 
@@ -196,7 +196,7 @@ def test_a_rule_within_the_allowed_loss_passes():
 def test_a_wrong_rule_is_a_fault_and_nothing_is_timed():
     op = replace(OP, reference=lambda x: 2.5 * x)
     timer = Timer()
-    found = search(op, MACHINE, timer=timer)
+    found = list(search(op, MACHINE, timer=timer))
     assert all(each.fault.startswith("the rule's launch: wrong: output: ") for each in found)
     assert not timer.rounds
     report = report_of(op, H200, found, {})
@@ -211,16 +211,16 @@ def test_what_turns_wrong_while_it_is_timed_is_not_kept():
 
     def timer(calls, **options):
         timed.append(1)
-        return {name: Timing(5.0, 5.0, 5.0, (5.0,) * 9, "graph") for name in calls}
+        return {name: Timing(5.0, 5.0, 5.0, (5.0,) * 9, "cpu clock") for name in calls}
 
-    found = search(make_op(tires), MACHINE, timer=timer)[0]
+    found = next(search(make_op(tires), MACHINE, timer=timer))
     assert found.fault.startswith("block=4 after the timing: output: ")
 
 
 def test_a_time_below_the_limit_is_refused():
     timer = Timer(_2=1e-4)
     timer.method = "events"
-    assert "below the limit" in search(OP, MACHINE, timer=timer)[0].fault
+    assert "below the limit" in next(search(OP, MACHINE, timer=timer)).fault
 
 
 def test_a_real_timer_tells_a_slow_launch_from_a_fast_one():
@@ -236,17 +236,17 @@ def test_a_real_timer_tells_a_slow_launch_from_a_fast_one():
         options |= {"min_repeats": 9, "max_seconds": 0.0, "flush_bytes": 0}
         return timing.compare(calls, **options)
 
-    found = search(make_op(sleeps), MACHINE, timer=timer)
+    found = list(search(make_op(sleeps), MACHINE, timer=timer))
     assert [each.kept for each in found] == [Config(1)]
     assert found[0].rule_loss > 1 and found[0].timings[Config(1)].method == "cpu clock"
 
 
 def test_bad_input_is_refused_with_what_to_do(monkeypatch):
     with pytest.raises(BadInput, match="asks no launch rule that can be tuned: decorate"):
-        search(make_op(lambda x: 2 * x), MACHINE, timer=Timer())
+        list(search(make_op(lambda x: 2 * x), MACHINE, timer=Timer()))
     monkeypatch.setattr(tune_module, "MAX_CANDIDATES", 8)
     with pytest.raises(BadInput, match="9 candidates, allowed are 8; list fewer"):
-        search(OP, MACHINE, timer=Timer())
+        list(search(OP, MACHINE, timer=Timer()))
 
 
 def test_cases_by_name_and_by_sizes():
@@ -261,7 +261,7 @@ def test_cases_by_name_and_by_sizes():
 
 
 def test_what_is_found_is_written_dated_and_taken(monkeypatch):
-    found = search(OP, MACHINE, timer=Timer(_2=10.0))
+    found = list(search(OP, MACHINE, timer=Timer(_2=10.0)))
     measured_on = {"torch": "2.13", "triton": "3.7", "driver": "580", "commit": "abc", "date": "d"}
     monkeypatch.setattr(tune_module, "detect_gpu", lambda: H200)
     monkeypatch.setattr(tune_module, "versions", lambda on_gpu: measured_on)
@@ -283,6 +283,21 @@ def test_what_is_found_is_written_dated_and_taken(monkeypatch):
     assert json.loads(report.to_json())["rows"][0]["config"] == "block=2"
     tune(OP, into_repo=True)
     assert tuned.package_path("double", "h200").is_file()
+
+
+def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch):
+    found = next(search(OP, MACHINE, timer=Timer(_2=10.0)))
+
+    def stopped(*args, **options):
+        yield found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune_module, "detect_gpu", lambda: H200)
+    monkeypatch.setattr(tune_module, "versions", lambda on_gpu: {})
+    monkeypatch.setattr(tune_module, "search", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tune(OP)
+    assert list(tuned.read(tuned.user_path("double", "h200"))) == [found.asked.key]
 
 
 def test_what_triton_compiled_is_noted(monkeypatch):

@@ -170,7 +170,7 @@ def _builds(arch: str) -> Sequence[KernelBuild]:
             x = torch.empty(rows, width, dtype=dtype, device="meta")
             _, mean, rstd = forward(x, x[0], x[0], 1e-5, dtype)
             backward(x, x, x[0], x[0], mean, rstd, [True] * 3)
-    return with_budgets(builds, forward_registers=96)
+    return with_budgets(builds, forward_registers=168)
 
 
 def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:

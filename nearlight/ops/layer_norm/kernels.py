@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nearlight.core.hardware import Gpu
 from nearlight.core.rows import (
+    MAX_BLOCK,
     RowConfig,
     backward_candidates,
     backward_config,
@@ -40,7 +41,7 @@ def config(
 ) -> RowConfig:
     """Choose the launch for (rows, N) on a GPU, or for the interpreter where `gpu` is None."""
     if direction == "forward":
-        return forward_config(shape, gpu)
+        return forward_config(shape, gpu, 64 if shape[1] <= MAX_BLOCK // 2 else 32)
     return backward_config(shape, dtype, gpu, num_sums=2)
 
 

@@ -132,6 +132,12 @@ def _rotate_tile(
     mask = is_token & (heads < num_heads)
     x_at = x_ptr + (batch * x_strides[0] + tokens * x_strides[1] + heads * x_strides[2])
     out_at = out_ptr + (batch * out_strides[0] + tokens * out_strides[1] + heads * out_strides[2])
+    # What is not turned goes first: its registers are free before the pairs need them.
+    if REST > 0:
+        rest = tl.arange(0, BLOCK_REST).to(tl.int64)[None, None, :]
+        rest_mask = mask & (rest < REST)
+        x = tl.load(x_at + (rest + 2 * HALF) * x_strides[3], rest_mask)
+        tl.store(out_at + (rest + 2 * HALF) * out_strides[3], x, rest_mask)
     # x first: its way from memory is the longest, that of the angles from L2 hides behind it.
     x1, x2 = _load_pairs(x_at, x_strides[3], mask, HALF, INTERLEAVED, BLOCK_HALF)
     if not SHARE_ANGLES:
@@ -144,11 +150,6 @@ def _rotate_tile(
     first = (x1 * cos1 - x2 * sin1).to(out_ptr.dtype.element_ty)
     second = (x2 * cos2 + x1 * sin2).to(out_ptr.dtype.element_ty)
     _store_pairs(out_at, first, second, out_strides[3], mask, HALF, INTERLEAVED, BLOCK_HALF)
-    if REST > 0:
-        rest = tl.arange(0, BLOCK_REST).to(tl.int64)[None, None, :]
-        rest_mask = mask & (rest < REST)
-        x = tl.load(x_at + (rest + 2 * HALF) * x_strides[3], rest_mask)
-        tl.store(out_at + (rest + 2 * HALF) * out_strides[3], x, rest_mask)
 
 
 @jit
