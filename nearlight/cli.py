@@ -26,7 +26,14 @@ nearlight brings a PyTorch program to the speed of light of its GPU, and proves 
 
 Every command takes --help; TARGET is a preset, a folder with a config.json, or file.py:function."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+# Its module differs between versions of typer.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 TargetArgument = Annotated[
     str, typer.Argument(help="a preset, a folder with a config.json, or file.py:function")
@@ -44,10 +51,25 @@ HtmlOption = Annotated[Path | None, typer.Option("--html", help="write the repor
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except (BadInput, MissingPart) as error:
         print(f"nearlight: {error}", file=sys.stderr)
-        sys.exit(2)
+    except USAGE_ERROR as error:
+        print(_usage(error), file=sys.stderr)
+    except typer.Abort:
+        sys.exit(130)
+    sys.exit(2)
+
+
+def _usage(error: Any) -> str:
+    """Return what was given, what is allowed and where more is said, in one line."""
+    message = " ".join(error.format_message().rstrip(".?").split())
+    path = error.ctx.command_path if error.ctx else "nearlight"
+    if allowed := getattr(getattr(error, "param", None), "help", None):
+        message += f": {allowed}"
+    elif message.startswith("No such command") and "Did you mean" not in message:
+        message += f": allowed are {', '.join(error.ctx.command.commands)}"
+    return f"{path}: {message}; see {path} --help"
 
 
 @app.callback(invoke_without_command=True)
@@ -55,7 +77,7 @@ def doors(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
-    """Show the doors, or the version."""
+    """Bring a PyTorch program to the limit of its GPU; `nearlight` alone shows where to begin."""
     if version:
         print(f"nearlight {__version__}")
     elif context.invoked_subcommand is None:
@@ -82,7 +104,7 @@ def optimize(
     json: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
-    """Find what keeps a model from its limit, fix it step by step, prove it, report."""
+    """Find what keeps a model from its limit, fix it and prove it."""
     _writable(json, html)
     from nearlight.core.hardware import find_gpu
 
@@ -108,7 +130,7 @@ def predict(
     json: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
-    """Predict step time, peak memory and bounds on any GPU of the table, without one."""
+    """Predict step time, memory and bounds on any GPU, without one."""
     _writable(json, html)
     from nearlight.core.hardware import find_gpu
 
@@ -137,7 +159,7 @@ def calibrate(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Measure what this GPU reaches: copies, matrix products, attention, launches."""
+    """Measure what this GPU reaches: copies, products, launches."""
     _writable(json)
     from nearlight.profiler.calibrate import calibrate as measure
 
@@ -162,7 +184,7 @@ def new(
     directory: Annotated[Path, typer.Option("--dir", help="folder of the files")] = Path(),
     json: JsonOption = None,
 ) -> None:
-    """Write an op of your own and its test: complete, and proved as they stand."""
+    """Write an op of your own and its test, proved as they stand."""
     _writable(json)
     from nearlight.workbench.new import new as write
 
@@ -182,7 +204,7 @@ def check(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Prove an op in a process of its own: values, gradients, layouts, shapes and more."""
+    """Prove an op: values, gradients, layouts, shapes and more."""
     _writable(json)
     from nearlight.workbench.apart import check_apart
 
@@ -210,7 +232,7 @@ def bench(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Time an op on this GPU against its peers in the same run; wrong results get no time."""
+    """Time an op on this GPU against its peers, if it is right."""
     _writable(json)
     if (op is None) == (diff is None) or (diff is not None and (vs or repo)):
         raise BadInput("bench takes OP [--vs PEER] [--repo], or --diff A B [--max-loss 2%]")
@@ -246,7 +268,7 @@ def tune(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Search the launches of an op's kernels on this GPU; keep what beats the op's own rule."""
+    """Search the best launches of an op's kernels on this GPU."""
     _writable(json)
     from nearlight.workbench.check import load_op
     from nearlight.workbench.tune import cases_named
@@ -285,7 +307,7 @@ def inspect(
     ] = "",
     json: JsonOption = None,
 ) -> None:
-    """Say what the compiler made of a kernel on each arch, without a GPU."""
+    """Say what the compiler made of a kernel, without a GPU."""
     _writable(json)
     from nearlight.workbench.inspect_kept import inspect_kept
 

@@ -62,6 +62,14 @@ def test_bare_nearlight_prints_the_four_doors(run):
         assert door in out
 
 
+def test_what_a_verb_does_is_said_in_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("--help")
+    verbs = out.partition("Commands:\n")[2].splitlines()
+    assert len(verbs) >= 10 and all(line.endswith(".") for line in verbs)
+    assert "..." not in "".join(verbs)
+
+
 def test_version_is_fast_and_loads_no_torch():
     start = time.perf_counter()
     done = subprocess.run(
@@ -90,6 +98,14 @@ def test_version_is_fast_and_loads_no_torch():
         (["check", "rms_nrom"], "rms_norm"),
         (["calibrate"], "GPU"),
         (["bench", "rms_norm"], "GPU"),
+        (["new"], "'op': name of the op"),
+        (["new", "gain"], "'--lang': triton or cuda"),
+        (["optimize"], "a preset, a folder with a config.json, or file.py:function"),
+        (["predict", "gpt2", "--batch", "x"], "'--batch'"),
+        (["chek"], "Did you mean 'check'"),
+        (["dance"], "allowed are optimize, predict"),
+        (["check", "rms_norm", "--quik"], "--quick"),
+        (["bench", "--diff", "a"], "requires 2 arguments"),
         (["inspect"], "--diff A B"),
         (["inspect", "swglu"], "swiglu"),
         (["inspect", "swiglu", "--arch", "sm_91"], "sm_90"),

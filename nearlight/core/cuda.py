@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nearlight.core import compile_cache, launch
-from nearlight.core.cuda_arguments import Parameter, parameters, typed_arguments
+from nearlight.core.cuda_arguments import Parameter, line_of, parameters, typed_arguments
 from nearlight.core.cuda_sources import has_macro_header, include_path, sources
 
 # What every kernel is compiled with; part of the cache's key.
@@ -42,7 +42,7 @@ _NOT_OPTIONS = {
         "an edit of that file would go unnoticed; include the header in the .cu file",
     ),
 }
-
+_PTXAS_LINE = re.compile(r"ptxas application ptx input, line (\d+); ")
 
 # Devices by index whose context this thread has; afterwards torch's device guard changes it.
 _bound = threading.local()
@@ -119,15 +119,24 @@ class _Launcher:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
         if device is None:
             raise TypeError(f"{self.kernel.name}: a launch needs at least one tensor argument")
-        if device.type == "cpu":
-            typed_arguments(self.kernel.name, self.kernel.parameters, args, device)
-            if 0 not in self.grid:
-                _emulator().launch(self.kernel, self.grid, self.block, args, self.shared_bytes)
-            return
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return self._launch(device, args)
+        self._typed(self.kernel.parameters, args, device)
         if device.type == "meta":
-            return launch.describe_cuda(self.kernel, math.prod(self.block), self.shared_bytes)
-        with torch.cuda.device(device):
-            self._launch(device, args)
+            launch.describe_cuda(self.kernel, math.prod(self.block), self.shared_bytes)
+        elif 0 not in self.grid:
+            _emulator().launch(self.kernel, self.grid, self.block, args, self.shared_bytes)
+
+    def _typed(
+        self, declared: Sequence[Parameter], args: tuple[Any, ...], device: torch.device
+    ) -> list[Any]:
+        try:
+            return typed_arguments(self.kernel.name, declared, args, device)
+        except (TypeError, ValueError) as error:
+            path = self.kernel.path
+            line = line_of(sources(path)[path.name], self.kernel.name)
+            raise type(error)(f"{path}:{line}: {error}") from None
 
     def _launch(self, device: torch.device, args: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig
@@ -137,7 +146,7 @@ class _Launcher:
         if device.index not in self.kernel._loaded:
             self.kernel._loaded[device.index] = _load(self.kernel, context)
         function, declared = self.kernel._loaded[device.index]
-        values = typed_arguments(self.kernel.name, declared, args, device)
+        values = self._typed(declared, args, device)
         if 0 in self.grid:
             return
         config = LaunchConfig(grid=self.grid, block=self.block, shmem_size=self.shared_bytes)
@@ -214,7 +223,8 @@ def compile_kernel(
 
     Args:
         path: the .cu file.
-        name: kernel, with template arguments where it is a template.
+        name: kernel, with template arguments where it is a template; "" for all that the file
+            defines or instantiates, whose code then has neither symbol nor parameters.
         arch: "sm_80", "sm_90a", ...
         defines: preprocessor definitions.
         options: further options of `cuda.core.ProgramOptions`.
@@ -232,7 +242,7 @@ def compile_kernel(
     _check_options(options)
     path = Path(path)
     texts = sources(path)
-    declared = parameters(texts[path.name], name)
+    declared = parameters(texts[path.name], name) if name else ()
     kept = [f.name for f in fields(Cubin)]
     settings = (name, arch, tuple(defines), tuple(options), sorted(_FIXED.items()), kept)
     entry = _cache_entry(texts, settings)
@@ -289,22 +299,36 @@ def _compile(
         **_FIXED,
         **dict(options),
     )
-    log = _Log()
+    log, program = _Log(), None
     try:
         text = f'#line 1 "{path.name}"\n{source}'.encode("utf-8", "replace").decode()
         program = Program(text, "c++", settings)
-        compiled = program.compile("cubin", name_expressions=(name,), logs=log)
+        compiled = program.compile("cubin", name_expressions=(name,) if name else (), logs=log)
     except Exception as error:
         # cuda-core wraps NVRTC's log into exceptions of several types, by version.
         text = f"{error}\n{log}".replace("\0", "")
+        if _PTXAS_LINE.search(text):
+            text = _at_source_lines(text, _ptx(program))
         raise CompileError(f"{path.name} does not compile for {arch}:\n{text}") from None
-    symbol = compiled.symbol_mapping[name]
+    symbol = compiled.symbol_mapping[name] if name else ""
     return (
         bytes(compiled.code),
         symbol if isinstance(symbol, str) else symbol.decode(),
         str(log),
         _ptx(program),
     )
+
+
+def _at_source_lines(text: str, ptx: str) -> str:
+    """Return what ptxas says of lines of PTX as said of the source's, each message once."""
+    files = dict(re.findall(r'\.file\s+(\d+) "([^"]*)"', ptx))
+    lines = ptx.splitlines()
+
+    def place(found: re.Match[str]) -> str:
+        places = re.findall(r"\.loc\s+(\d+) (\d+)", "\n".join(lines[: int(found[1])]))
+        return f"{Path(files[places[-1][0]]).name}({places[-1][1]}): " if places else found[0]
+
+    return "\n".join(dict.fromkeys(_PTXAS_LINE.sub(place, text).splitlines()))
 
 
 def _ptx(program: Any) -> str:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-# Comments and literals; a literal may hold what looks like a comment or a kernel.
-_NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
-_TEMPLATE = re.compile(r"\btemplate\s*<([^<>]*)>(?:\s|extern|static|inline)*$")
+# Comments, literals and joined lines; a literal may hold what looks like a comment or a kernel.
+_NO_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|\\\n""", re.DOTALL
+)
+_TEMPLATE = re.compile(
+    r"\btemplate\s*<((?:[^<>]|<(?:[^<>]|<[^<>]*>)*>)*)>(?:\s|extern|static|inline)*$"
+)
 _KERNEL = re.compile(
     r"__global__[^;{}(]*?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)[^;{}(]*?)?(\w+)\s*\("
 )
-_QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b")
+_SCOPE_OR_KERNEL = re.compile(rf"{_KERNEL.pattern}|([{{}}])|\bnamespace\s*([\w:]*)\s*\{{")
+_QUALIFIER = re.compile(
+    r"\b(const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b|\[\[[^\]]*\]\]"
+)
 
 # C++ scalar types of kernel parameters by their numpy type; a number is converted to it.
 SCALARS: dict[str, type[np.generic]] = {
@@ -75,15 +82,52 @@ class Parameter:
     is_pointer: bool
 
 
-def kernels(source: str) -> dict[str, bool]:
-    """Return the kernels that CUDA C++ source defines, and of each whether it is a template."""
-    text = _NO_CODE.sub(" ", source)
-    found = {}
-    for match in _KERNEL.finditer(text):
-        _, end = _split(text[match.end() :])
-        if text[match.end() + end :].lstrip().startswith("{"):
-            found[match[1]] = bool(_TEMPLATE.search(text[: match.start()]))
-    return found
+def _code(source: str) -> str:
+    """Return the source without what is no code, its lines where they were."""
+    return _NO_CODE.sub(lambda found: " " + "\n" * found[0].count("\n"), source)
+
+
+def _heads(text: str, name: str) -> Iterator[re.Match[str]]:
+    """Yield where a kernel is declared or defined, up to its parameters."""
+    return re.finditer(rf"__global__[^;{{}}]*?\b{re.escape(_plain(name))}\s*\(", text)
+
+
+def _plain(name: str) -> str:
+    return name.split("<")[0].split("::")[-1].strip()
+
+
+def line_of(source: str, name: str) -> int:
+    """Return the line of a kernel's last declaration; 0 where the source has no such kernel."""
+    text = _code(source)
+    return max((text.count("\n", 0, head.end()) + 1 for head in _heads(text, name)), default=0)
+
+
+def templates(source: str) -> list[str]:
+    """Return an instance of each kernel template that is written in CUDA C++ source."""
+    text = _code(source)
+    found: list[str] = []
+    scopes: list[str | None] = []
+    for match in _SCOPE_OR_KERNEL.finditer(text):
+        kernel, brace, scope = match.groups()
+        if kernel and (header := _TEMPLATE.search(text[: match.start()])):
+            arguments = ", ".join(filter(None, map(_argument, _split(header[1])[0])))
+            found.append("::".join([*filter(None, scopes), f"{kernel}<{arguments}>"]))
+        elif brace == "}":
+            del scopes[-1:]
+        elif not kernel:
+            scopes.append(scope)
+    return list(dict.fromkeys(found))
+
+
+def _argument(parameter: str) -> str:
+    """Return a value for a template parameter, "" where it has one by default."""
+    words = _QUALIFIER.sub(" ", parameter).split()
+    kind = _known_type(" ".join(words[:-1] or words))
+    if "=" in parameter or "..." in parameter:
+        return ""
+    if kind in ("typename", "class"):
+        return "float"
+    return {"bool": "true", "auto": "4"}.get(kind) or ("4" if kind in SCALARS else f"{kind}(0)")
 
 
 def parameters(source: str, name: str) -> tuple[Parameter, ...]:
@@ -95,11 +139,10 @@ def parameters(source: str, name: str) -> tuple[Parameter, ...]:
         ValueError: there is no such kernel (those that exist are named), or several definitions
             of it, in branches of `#if` or as overloads, take different types.
     """
-    text = _NO_CODE.sub(" ", source)
-    plain = name.split("<")[0].split("::")[-1].strip()
+    text, plain = _code(source), _plain(name)
     defined: list[tuple[list[str], dict[str, str]]] = []
     declared: list[tuple[list[str], dict[str, str]]] = []
-    for match in re.finditer(rf"__global__[^;{{}}]*?\b{re.escape(plain)}\s*\(", text):
+    for match in _heads(text, name):
         parts, end = _split(text[match.end() :])
         given = _template_arguments(text[: match.start()], name)
         is_definition = text[match.end() + end :].lstrip().startswith("{")
@@ -177,19 +220,25 @@ def typed_arguments(
 ) -> list[Any]:
     """Convert launch arguments to the types the kernel declares.
 
+    Tensors may be on the meta device: then nothing but the kinds is looked at.
+
     Raises:
         TypeError: wrong count, or an argument that is not what the parameter takes.
         ValueError: a number that the parameter's type cannot hold, or a tensor elsewhere.
     """
     if len(args) != len(declared):
         wants = f"{len(declared)} arguments ({_written(declared)})"
-        raise TypeError(f"{name} takes {wants}; got {len(args)}")
-    return [
-        _pointer(name, parameter, value, device)
-        if parameter.is_pointer
-        else _scalar(name, parameter, value)
-        for parameter, value in zip(declared, args, strict=True)
-    ]
+        given = ", ".join(map(_kind, args))
+        raise TypeError(f"{name} takes {wants}; got {len(args)} ({given})")
+    try:
+        return [
+            _pointer(name, parameter, value, device)
+            if parameter.is_pointer
+            else _scalar(name, parameter, value)
+            for parameter, value in zip(declared, args, strict=True)
+        ]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}; it takes ({_written(declared)})") from None
 
 
 def _pointer(name: str, parameter: Parameter, value: Any, device: torch.device) -> int:
@@ -197,8 +246,7 @@ def _pointer(name: str, parameter: Parameter, value: Any, device: torch.device) 
         return 0
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{name}: {parameter.name} is a pointer and takes a tensor or None; "
-            f"got {type(value).__name__}"
+            f"{name}: {parameter.name} is a pointer and takes a tensor or None; got {_kind(value)}"
         )
     if value.device != device:
         raise ValueError(f"{name}: {parameter.name} is on {value.device}, the launch on {device}")
@@ -225,23 +273,29 @@ def _scalar(name: str, parameter: Parameter, value: Any) -> Any:
         )
     number = _number(value)
     if number is None:
-        raise TypeError(f"{what} is {parameter.type} and takes a number; got {value!r}")
+        given = _kind(value) if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"{what} is {parameter.type} and takes a number; got {given}")
     if issubclass(kind, np.floating):
         return _float(what, parameter.type, kind, number)
-    if isinstance(number, float):
-        if not number.is_integer():
-            raise ValueError(f"{what} is {parameter.type}; got {value!r}")
-        number = int(number)
+    if isinstance(number, float):  # also a whole one: for another shape it would not be
+        raise TypeError(f"{what} is {parameter.type} and takes an integer; got {value!r}")
     low, high = (0, 1) if kind is np.bool_ else _limits(kind)
     if not low <= number <= high:
         raise ValueError(f"{what}={value} does not fit {parameter.type}")
     return kind(number)
 
 
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"a tensor of {value.dtype}" if is_tensor else type(value).__name__
+
+
 def _number(value: Any) -> int | float | None:
     """Return a number, a numpy scalar or a one-element tensor as a Python number, else None."""
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, np.generic):
         value = value.item()
+    elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = (torch.ones((), dtype=value.dtype) if value.is_meta else value).item()
     return value if isinstance(value, int | float) else None
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import re
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 INCLUDE = Path(__file__).parent / "include"
 
 # Also `__has_include(<x>)` and `#include_next`: a header too many only compiles once more.
 _HEADER = re.compile(r'include(?:_next)?(?:\s|/\*.*?\*/|\()*(?:"([^"\n]+)"|<([^>\n]+)>)', re.DOTALL)
-_MACRO_HEADER = re.compile(r"^\s*#\s*include(?:_next)?\s+[A-Za-z_]", re.MULTILINE)
+_NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'\\?.'""", re.DOTALL)
+_MACRO_HEADER = re.compile(
+    r"^\s*(?:#|%:)[ \t]*(?:include(?:_next)?[ \t]+|.*\b__has_include(?:_next)?[ \t]*\([ \t]*)"
+    r"[A-Za-z_]",
+    re.MULTILINE,
+)
 
 
 def include_path(path: Path) -> list[Path]:
@@ -47,7 +53,7 @@ def sources(path: Path) -> dict[str, str]:
 
 def has_macro_header(texts: dict[str, str]) -> bool:
     """Return whether a text includes a header by a macro, which only the compiler can follow."""
-    return any(_MACRO_HEADER.search(_joined(text)) for text in texts.values())
+    return any(_MACRO_HEADER.search(_NO_CODE.sub(" ", _joined(text))) for text in texts.values())
 
 
 def _read(file: Path) -> str | None:
@@ -64,9 +70,9 @@ def _joined(text: str) -> str:
 @lru_cache
 def _cuda_headers() -> Path:
     """Return the folder with cuda_fp16.h and cuda_bf16.h: Triton's wheel carries them all."""
-    import triton
-
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    triton = find_spec("triton")  # not imported: a kept answer of `inspect` has no time for it
+    folder = Path(triton.origin if triton and triton.origin else "").parent
+    folder = folder / "backends" / "nvidia" / "include"
     if not (folder / "cuda_bf16.h").is_file():
         raise RuntimeError(
             "no CUDA headers in the installed triton; pip install 'triton>=3.6,<3.10'"

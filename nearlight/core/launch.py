@@ -26,6 +26,8 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 # Launch options that make another kernel.
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")

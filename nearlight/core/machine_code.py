@@ -17,9 +17,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+from nearlight.core.errors import BadInput
+from nearlight.core.hardware import find_gpu
 
 # Shared memory that a block may ask for, in bytes, by compute capability. Source: CUDA C++
 # programming guide, technical specifications per compute capability.
@@ -220,12 +223,16 @@ def capability_of(arch: str) -> int:
     """Return 90 for "sm_90" and "sm_90a".
 
     Raises:
-        ValueError: an arch without a row in `MAX_SHARED_BYTES`; the nearest ones are named.
+        ValueError: an arch without a row in `MAX_SHARED_BYTES`; what is meant, which may be the
+            arch of a GPU, is named.
     """
     match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
     if match is None or int(match[1]) not in MAX_SHARED_BYTES:
         known = [f"sm_{number}" for number in MAX_SHARED_BYTES]
-        near = get_close_matches(arch.lower(), known, n=1)
+        try:
+            near = [find_gpu(arch).arch]
+        except BadInput:
+            near = get_close_matches(arch.lower(), known, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         raise ValueError(f"arch={arch!r}: allowed are {', '.join(known)}{hint}")
     return int(match[1])
@@ -288,10 +295,15 @@ def disassemble(cubin: bytes) -> tuple[str, dict[str, dict[str, int]]]:
         ValueError: no nvdisasm here takes the bytes for machine code.
         RuntimeError: there is no nvdisasm.
     """
+    return _disassemble(cubin, tools("nvdisasm"))
+
+
+@lru_cache(maxsize=1)  # a file's kernels are read one after another from one cubin
+def _disassemble(cubin: bytes, paths: tuple[str, ...]) -> tuple[str, dict[str, dict[str, int]]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        for path in tools("nvdisasm"):
+        for path in paths:
             command = [path, "-json", file.name]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             # 13.x warns on stderr about cubins of ptxas 12.x; its output is complete

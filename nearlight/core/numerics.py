@@ -46,6 +46,16 @@ class Errors:
     faint_worst_row: float = 0.0
 
 
+# What the measures are called where a user reads them.
+MEASURES = (
+    "largest error over its row's scale",
+    "error of the worst row",
+    "error of the whole",
+    "among faint rows, largest error over its row's scale",
+    "among faint rows, error of the worst row",
+)
+
+
 @dataclass(frozen=True)
 class Judgement:
     """The tolerance rule's answer for one tensor.
@@ -222,8 +232,8 @@ def _verdict(
     # Where plain PyTorch fails outright (NaN, inf) it gives no allowance at all.
     limits = [PLAIN_FACTOR * e + floor if isfinite(e) else floor for e in astuple(plain)]
     failed = [
-        f"{field.name} {error:.3g} > {limit:.3g}"
-        for field, error, limit in zip(fields(Errors), astuple(ours), limits, strict=True)
+        f"{words} {error:.3g} > {limit:.3g}"
+        for words, error, limit in zip(MEASURES, astuple(ours), limits, strict=True)
         if not error <= limit
     ]
     reason = "; ".join(failed)

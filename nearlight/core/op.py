@@ -98,8 +98,8 @@ class Op:
         function: the public function, called as `function(**inputs)`.
         reference: plain torch, called the same way without `backend`; differentiable; computes
             in fp64 when the inputs are fp64 and as a plain PyTorch model would otherwise.
-        make_inputs: `(case, device, generator) -> Inputs` with seeded random tensors; floating
-            tensors that `function` can differentiate have `requires_grad`.
+        make_inputs: `(case, device, generator) -> Inputs` with seeded random tensors, or lists of
+            them; floating tensors that `function` can differentiate have `requires_grad`.
         cases: what is measured on a GPU.
         check_cases: small shapes that every tile edge, option and dtype is proved on.
         cost: `(case) -> {"forward": Cost, "forward_backward": Cost}` with fewest bytes.

@@ -29,8 +29,9 @@ def register_op(
     """Define a torch op and return what to call; a file run again replaces its former ops.
 
     Args:
-        schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; of the namespace
-            `nearlight`, or of another that stands before it ("mine::double_fwd(…)").
+        schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; or the name alone,
+            where the annotations of `implementation` say the rest and it writes into no argument.
+            Its namespace is `nearlight`, or another that stands before it ("mine::double_fwd").
         implementation: what runs on CPU and CUDA tensors.
         fake: takes the same arguments and returns empty outputs of the right shape, dtype, strides.
         cost: `(args, kwargs, outputs) -> Cost` with fewest bytes.
@@ -50,6 +51,8 @@ def register_op(
         ...     backward=lambda ctx, dout: 2 * dout,
         ... )  # doctest: +SKIP
     """
+    if "(" not in schema:
+        schema = torch.library.infer_schema(implementation, mutates_args=(), op_name=schema)
     name = schema.partition("(")[0].strip()
     namespace, _, name = name.rpartition("::")
     namespace = namespace or "nearlight"

@@ -144,6 +144,12 @@ class Proof:
     passed: bool
     rows: Sequence[Mapping[str, Any]]
     method: str = ""
+    is_partial: bool = False  # what was run passed, and not all of it could be run here
+
+    @property
+    def verdict(self) -> str:
+        """Passed, failed or incomplete, as one word."""
+        return "failed" if not self.passed else "incomplete" if self.is_partial else "passed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -194,8 +200,7 @@ class Report:
             lines.append(f"{number}. {finding.title} ({state}): {finding.evidence}")
             lines.append(f"   {finding.note or finding.next_step}".rstrip())
         if self.proof:
-            verdict = "passed" if self.proof.passed else "failed"
-            lines.append(f"proof {verdict}: {self.proof.method}")
+            lines.append(f"proof {self.proof.verdict}: {self.proof.method}")
         return "\n".join(line for line in (*lines, self.next) if line)
 
     def to_dict(self) -> dict[str, Any]:

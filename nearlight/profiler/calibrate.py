@@ -49,7 +49,10 @@ def calibrate(into_repo: bool = False, progress: Progress = silent) -> Report:
     """
     gpu = detect_gpu()
     if gpu is None:
-        raise MissingPart("calibrate measures a GPU and this machine has none that torch sees")
+        raise MissingPart(
+            "calibrate measures a GPU and this machine has none that torch sees; "
+            "nearlight predict TARGET --gpu NAME needs none"
+        )
     path = ceilings.package_path(gpu.key) if into_repo else ceilings.user_path(gpu.key)
     require_writable(path)
     measured = measure(gpu, progress)

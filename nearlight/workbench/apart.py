@@ -25,6 +25,7 @@ from typing import Any
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report
+from nearlight.core.user_code import split_name
 from nearlight.workbench.check_report import Header, Row, as_report
 
 # Until the op is loaded: torch, triton, the user's file and all that it imports.
@@ -161,7 +162,8 @@ def check_apart(
         A report with one row per property; `report.proof.passed` is the verdict.
 
     Raises:
-        BadInput: no such op, property or device; a file that does not import.
+        BadInput: no such op, property or device; a file that does not import; source that runs on
+            no input, with the compiler's own lines.
         MissingPart: the device is cuda and there is no GPU.
 
     Example:
@@ -267,7 +269,8 @@ def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Lim
 
 def _place(trace: str, name: str) -> str:
     """Return " at my_op.py:12 in launch", the innermost line of the op's own that is known."""
-    own = str(Path(name.partition(".py:")[0].removesuffix(".py") + ".py").resolve())
+    named = split_name(name)[0]
+    own = str(named.resolve()) if named else ""
     for file, number, function in _FRAME.findall(trace):
         if file == own or "/nearlight/ops/" in file:
             return f" at {Path(file).name}:{number} in {function}"
@@ -323,7 +326,8 @@ def serve(pipe: int, trace: int, request: Mapping[str, Any]) -> None:
             code[arch] = prove.machine_code(op, arch)
             announce(arch, "")
     except (BadInput, MissingPart) as error:
-        tell(error=[type(error).__name__, str(error)])
+        kind = BadInput if isinstance(error, BadInput) else MissingPart
+        tell(error=[kind.__name__, str(error)])
         return
     tell(machine_code=code, done=True)
 

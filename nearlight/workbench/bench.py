@@ -20,6 +20,7 @@ from nearlight.core.report import Report, require_writable
 from nearlight.core.versions import peer_versions, versions
 from nearlight.workbench.bench_report import COPY, OURS, Row, report_of
 from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.flat import flattened
 from nearlight.workbench.memory import extra_bytes
 from nearlight.workbench.record import PACKAGE
 from nearlight.workbench.trial import (
@@ -36,7 +37,6 @@ from nearlight.workbench.trial import (
     run,
     tensors,
     to_dtype,
-    upstream_to_dtype,
 )
 
 DIRECTIONS = ("forward", "forward_backward")
@@ -111,7 +111,10 @@ def bench(
 
     gpu = detect_gpu()
     if gpu is None:
-        raise MissingPart("bench measures a GPU and this machine has none that torch sees")
+        raise MissingPart(
+            "bench measures a GPU and this machine has none that torch sees; "
+            "nearlight check and nearlight inspect need none"
+        )
     root = PACKAGE / "data" if into_repo else Path(platformdirs.user_data_dir("nearlight"))
     path = root / "results" / gpu.key / f"bench-{op.name}.json"
     require_writable(path)
@@ -132,6 +135,7 @@ def measure(
     progress: Progress = silent,
 ) -> list[Row]:
     """Return the rows of `bench` for a machine; arguments as there."""
+    op = flattened(op)
     unknown = [name for name in directions if name not in DIRECTIONS]
     if unknown:
         raise BadInput(f"direction {unknown[0]!r}: allowed are {', '.join(DIRECTIONS)}")
@@ -343,7 +347,7 @@ def _standard(op: Op, inputs: Inputs, trial: Trial, is_backward: bool) -> tuple[
     plain = _compute(op.reference, _cloned(inputs), upstream)
     for dtype in (torch.float64, torch.float32):
         try:
-            above = None if upstream is None else upstream_to_dtype(upstream, dtype)
+            above = None if upstream is None else to_dtype(upstream, dtype)
             truth = _compute(op.reference, to_dtype(inputs, dtype), above)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

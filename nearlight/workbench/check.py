@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from nearlight.core.hardware import detect_gpu
 from nearlight.core.op import Case, Op
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report
+from nearlight.core.user_code import PREFIX, is_own, package_root, split_name
 from nearlight.core.versions import versions
 from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_report
 from nearlight.workbench.properties import PROPERTIES
@@ -58,7 +60,8 @@ def check(
         A report with one row per property; `report.proof.passed` is the verdict.
 
     Raises:
-        BadInput: a property or device that does not exist.
+        BadInput: a property or device that does not exist, or source that runs on no input: it
+            does not compile, or a launch does not fit its kernel.
         MissingPart: the device is cuda and there is no GPU.
 
     Example:
@@ -67,7 +70,7 @@ def check(
         >>> print(report.answer)  # doctest: +SKIP
         rms_norm: 3 of 3 properties hold
     """
-    header = describe(op, source_of(op), quick, device)
+    header = describe(op, source_of(op) or op.name, quick, device)
     rows = []
     for row in each_row(op, chosen(only, quick, sanitize), quick, device, only, sanitize):
         rows.append(row)
@@ -103,10 +106,11 @@ def each_row(
 def reproduce(
     op: str | Op,
     property_name: str,
-    shape: Mapping[str, int],
-    dtype: torch.dtype,
+    shape: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     options: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    quick: bool = False,
     **trial: Any,
 ) -> None:
     """Run one trial of one property again; raise AssertionError if it still fails.
@@ -114,15 +118,21 @@ def reproduce(
     Args:
         op: name, `file.py`, `file.py:NAME`, or the record itself.
         property_name: as the check's row names it.
-        shape: sizes of the case.
+        shape: sizes of the case; None for the whole property.
         dtype: dtype of the case.
         options: options of the case.
         device: "cpu" or "cuda".
+        quick: whether a whole property is that of the quick check.
         **trial: further fields of `nearlight.workbench.trial.Trial`.
     """
     require_device(device)
     record = load_op(op) if isinstance(op, str) else op
     (prop,) = chosen([property_name])
+    if shape is None:
+        row = prove_property(prop, record, quick, device)
+        if row.status == "failed":
+            raise AssertionError(row.reason)
+        return print(f"{record.name}: {property_name}: {row.status} {row.reason}")
     name = "x".join(str(size) for size in shape.values())
     case = Case(name, dict(shape), dtype, dict(options or {}))
     # A listed case goes by its own record, so that its size counts as promised.
@@ -144,9 +154,10 @@ def load_op(name: str) -> Op:
     Raises:
         BadInput: no such op, file or record; the nearest names are offered.
     """
-    path, _, attribute = name.partition(".py:")
-    if name.endswith(".py") or attribute:
-        file = Path(path if name.endswith(".py") else path + ".py")
+    file, attribute = split_name(name)
+    if file is not None:
+        if file.suffix == ".cu":
+            raise BadInput(f"{name}: an op is named by the Python file that launches {file.name}")
         return _record(load_file(file), attribute or "OP", str(file))
     folder = Path(str(importlib.import_module("nearlight.ops").__path__[0]))
     names = sorted(
@@ -226,20 +237,25 @@ def load_file(file: Path) -> ModuleType:
     """Import a file of the user's; BadInput with file and line where that fails."""
     if not file.is_file():
         raise BadInput(f"no file {file}")
-    # Under a name of its own, so that a file called torch.py hides nothing.
-    name = f"nearlight_user_{file.stem}"
+    # Found last and under a name of its own, so that a file called torch.py hides nothing.
+    root, package = package_root(file)
+    sys.path += [str(p) for p in (root, file.resolve().parent) if str(p) not in sys.path]
+    anchor = f"{PREFIX}{zlib.crc32(str(root).encode()):08x}"
+    sys.modules.setdefault(anchor, ModuleType(anchor)).__path__ = [str(root)]
+    package = ".".join(filter(None, (anchor, package)))
+    name = f"{package}.{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
+        importlib.import_module(package)
+        sys.modules[name] = module
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
         raise BadInput(f"{_place(error, file)}: {one_line(error)}") from error
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 
@@ -247,9 +263,8 @@ def _place(error: BaseException, file: Path) -> str:
     """Return file and line of the user's that an import failed at."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if Path(f.filename).resolve() == file.resolve()]
-    return f"{file}:{own[-1].lineno}" if own else str(file)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else str(file)
 
 
 def _record(module: ModuleType, attribute: str, where: str) -> Op:
@@ -258,6 +273,9 @@ def _record(module: ModuleType, attribute: str, where: str) -> Op:
         found = [name for name, value in vars(module).items() if isinstance(value, Op)]
         hint = f"it has {', '.join(found)}" if found else "define OP = Op(...)"
         raise BadInput(f"{where} has no Op record called {attribute}; {hint}")
+    for part in ("function", "reference", "make_inputs"):
+        if not callable(value := getattr(record, part)):
+            raise BadInput(f"{where}: {attribute} has {part}={value!r}; give it a function")
     if not record.check_cases:
         raise BadInput(f"{where}: {attribute} has no check_cases; give it at least one small Case")
     return record

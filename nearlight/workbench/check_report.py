@@ -10,6 +10,8 @@ from typing import Any
 from nearlight.core.report import Proof, Report
 
 NOT_APPLICABLE = "not applicable"
+# Parts of a row that stand only where they say something.
+_RARE = ("reproduce", "needs_gpu")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Row:
         reproduce: one line of Python that shows the failure again.
         seconds: how long it took.
         kernels: names of the kernels that were launched.
+        needs_gpu: whether it is not applicable for want of a GPU.
     """
 
     number: int
@@ -36,6 +39,7 @@ class Row:
     reproduce: str
     seconds: float
     kernels: Sequence[str] = ()
+    needs_gpu: bool = False
 
     def __str__(self) -> str:
         return f"{self.property}: {self.status} ({self.seconds:.1f} s)"
@@ -69,7 +73,7 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
     judged = [row for row in rows if row.status != NOT_APPLICABLE]
     answer = f"{header.op}: {len(judged) - len(failed)} of {len(judged)} properties hold"
     is_on_cpu = header.device == "cpu"
-    if num_elsewhere := sum(_needs_gpu(row) for row in rows) if is_on_cpu else 0:
+    if num_elsewhere := sum(row.needs_gpu for row in rows) if is_on_cpu else 0:
         answer += f", {num_elsewhere} need{'s' if num_elsewhere == 1 else ''} a GPU"
     if failed:
         answer += f"; broken: {', '.join(row.property for row in failed)}"
@@ -86,7 +90,7 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
         gpu=header.gpu,
         setup=f"{'quick' if header.quick else 'full'} check, {method}",
         versions=header.versions,
-        proof=Proof(bool(judged) and not failed, (), method),
+        proof=Proof(bool(judged) and not failed, (), method, is_not_run),
         rows=[_as_dict(row) for row in rows],
         next=failed[0].reproduce if failed else _next(header, is_not_run),
     )
@@ -101,21 +105,18 @@ def _next(header: Header, is_not_run: bool) -> str:
 
 def broken(report: Report) -> list[str]:
     """Return how each failed property is broken and the line that shows it; [] where all holds."""
-    lines = [
-        f"{row['property']}: {row['reason']}\n  {row.get('reproduce', '')}"
-        for row in report.rows
-        if row["status"] == "failed"
-    ]
+    lines = [told(row) for row in report.rows if row["status"] == "failed"]
     if not lines and not (report.proof and report.proof.passed):
         reasons = [f"{row['property']}: {row['reason']}" for row in report.rows]
         return ["no property could be judged here", *reasons]
     return lines
 
 
-def _needs_gpu(row: Row) -> bool:
-    # The reason says it: "on a GPU", "run it with a GPU".
-    return row.status == NOT_APPLICABLE and "a GPU" in row.reason
+def told(row: Mapping[str, Any]) -> str:
+    """Return how a failed property of a report is broken and the line that shows it."""
+    return f"{row['property']}: {row['reason']}\n  {row.get('reproduce', '')}"
 
 
 def _as_dict(row: Row) -> dict[str, Any]:
-    return {k: v for k, v in asdict(row).items() if k != "kernels" and (v or k != "reproduce")}
+    # The rows of a table: what only few have is left out of the others.
+    return {k: v for k, v in asdict(row).items() if k != "kernels" and (v or k not in _RARE)}

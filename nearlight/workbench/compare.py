@@ -92,6 +92,9 @@ def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Ju
     if not actual.dtype.is_floating_point:
         is_same = torch.equal(actual, plain)
         return judge(actual, plain, plain) if is_same else failure("values differ")
+    dtype = actual.dtype
+    if dtype.itemsize == 1:  # torch knows no arithmetic of fp8
+        actual, plain, truth = actual.float(), plain.float(), truth.float()
     # Where plain PyTorch leaves the range of the dtype and the truth does not, there is no
     # error to be held to.
     overflow = ~plain.isfinite() & truth.isfinite()
@@ -99,7 +102,7 @@ def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Ju
     num_wrong = int((actual.isnan() & ~truth.isnan()).sum())
     if num_wrong:
         return failure(f"{num_wrong} of {actual.numel()} elements are NaN")
-    return judge(actual, plain, truth)
+    return judge(actual, plain, truth, dtype)
 
 
 def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:

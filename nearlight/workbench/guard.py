@@ -49,7 +49,7 @@ class _Zone:
                 continue
             wrong = (zone != whole).nonzero()
             if zone is rear:
-                return f"{int(wrong[0])} bytes past the end of {self.label}"
+                return _past(int(wrong[0]), self.label)
             return f"{GUARD_BYTES - int(wrong[-1])} bytes before the start of {self.label}"
         return ""
 
@@ -101,10 +101,14 @@ class Guard:
                 past = addresses[(addresses >= end) & (addresses < end + GUARD_BYTES)]
                 before = addresses[(addresses < start) & (addresses >= start - GUARD_BYTES)]
                 if past.size:
-                    self.reads.append(f"{int(past[0]) - end} bytes past the end of {zone.label}")
+                    self.reads.append(_past(int(past[0]) - end, zone.label))
                 elif before.size:
                     distance = start - int(before[-1])
                     self.reads.append(f"{distance} bytes before the start of {zone.label}")
+
+
+def _past(num_bytes: int, label: str) -> str:
+    return f"{f'{num_bytes} bytes' if num_bytes else 'right'} past the end of {label}"
 
 
 @contextmanager

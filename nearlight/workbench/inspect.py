@@ -10,7 +10,6 @@ from typing import Any
 
 from triton.compiler.errors import CompilationError
 from triton.errors import TritonError
-from triton.runtime.jit import get_jit_fn_file_line
 
 from nearlight.core import cuda, machine_code, triton
 from nearlight.core.builds import compile_build
@@ -21,11 +20,13 @@ from nearlight.core.op import KernelBuild
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report
 from nearlight.core.versions import versions
-from nearlight.workbench.inspect_advice import advise
+from nearlight.workbench.bad_source import at_users_line
+from nearlight.workbench.inspect_advice import advise, gist
 from nearlight.workbench.inspect_diff import diff_report
 from nearlight.workbench.inspect_target import Options, Target, find
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+_ALL = "all kernels"
 
 
 @dataclass(frozen=True)
@@ -111,21 +112,28 @@ def _archs(names: Sequence[str]) -> list[str]:
 
 
 def _looks(target: Target, archs: Sequence[str], progress: Progress) -> list[Look]:
-    """Compile every kernel of a target for every arch; BadInput where none compiles at all."""
+    """Compile every kernel of a target for every arch; BadInput where one compiles for none."""
     looks = []
     for arch in archs:
+        progress(f"{target.name} for {arch}")
         try:
             builds = target.builds(arch)
-        except ValueError as error:  # an op without kernels for this arch says so
-            looks.append(Look(target.name, arch, KernelBuild(None, {}, {}), refusal=str(error)))
+        except BadInput:
+            raise
+        except ValueError as error:  # of an op without kernels for this arch, or of the compiler
+            looks.append(Look(_ALL, arch, KernelBuild(None, {}, {}), refusal=str(error)))
             continue
+        except (TypeError, OSError) as error:
+            raise BadInput(f"the builds of {target.name} fail: {one_line(error)}") from error
         for (label, constants), build in zip(_labels(builds), builds, strict=True):
             progress(f"{label} for {arch}")
             looks.append(replace(_look(label, arch, build), constants=constants))
     if not looks:
         raise BadInput(f"{target.name} names no kernels: give its Op record `builds`")
-    if all(look.code is None for look in looks):
-        raise BadInput(looks[0].refusal)
+    compiled = {look.kernel for look in looks if look.code}
+    for look in looks:
+        if look.kernel not in compiled and not (compiled and look.kernel == _ALL):
+            raise BadInput(look.refusal)
     return looks
 
 
@@ -158,8 +166,8 @@ def _look(label: str, arch: str, build: KernelBuild) -> Look:
         else:
             code = triton.compile_for(build, arch, is_strict=False)
     except CompilationError as error:
-        raise BadInput(_at_users_line(build.kernel, error)) from None
-    except TypeError as error:  # the signature does not fit the kernel
+        return Look(label, arch, build, refusal=at_users_line(build.kernel, error))
+    except (TypeError, OSError) as error:  # a signature that does not fit, a file that is not there
         raise BadInput(str(error)) from None
     except (ValueError, RuntimeError, TritonError) as error:
         is_told = isinstance(error, ValueError)
@@ -184,24 +192,12 @@ def _lacks_shared_bytes(build: KernelBuild, code: MachineCode) -> bool:
     return any(re.search(rf"\b{array}\b", body) for array in arrays)
 
 
-def _at_users_line(kernel: Any, error: CompilationError) -> str:
-    """Return Triton's message with the line of the file, which it counts from the kernel's own."""
-    file, start = get_jit_fn_file_line(kernel)
-    line = start + getattr(error.node, "lineno", 1) - 1
-    inner: BaseException = error
-    while inner.__cause__ is not None:
-        inner = inner.__cause__
-    message = getattr(inner, "error_message", None) or one_line(inner)
-    return f"{file}:{line}: {message}\n{error}"
-
-
 def row_of(look: Look) -> dict[str, Any]:
     """Return the row of one kernel on one arch: plain numbers by their quantity."""
     row: dict[str, Any] = {"kernel": look.kernel, "arch": look.arch}
     row |= {"constants": look.constants} if look.constants else {}
     if look.code is None:
-        lines = look.refusal.splitlines() or ["refused"]
-        return row | {"refusal": next((line for line in lines if "error" in line), lines[0])}
+        return row | {"refusal": gist(look.refusal)}
     code = look.code
     row |= {
         "registers": code.registers,
@@ -255,7 +251,8 @@ def _accesses(what: str, widths: Mapping[int, int]) -> dict[str, int]:
 def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Report:
     findings = advise(looks)
     kernels = list(dict.fromkeys(look.kernel for look in looks))
-    num = "1 kernel" if len(kernels) == 1 else f"{len(kernels)} kernels"
+    number = len(kernels) - (_ALL in kernels)
+    num = "1 kernel" if number == 1 else f"{number} kernels"
     answer = f"{target.name}: {findings[0].title}" if findings else ""
     if len(findings) > 1:
         answer += f", and {len(findings) - 1} more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -64,8 +65,14 @@ def advise(looks: Sequence[Look]) -> list[Finding]:
     return findings
 
 
+def gist(refusal: str) -> str:
+    """Return the errors among a compiler's lines."""
+    errors = re.findall(r"^(.*\berror) *(: .*)$", refusal, re.MULTILINE)
+    return "; ".join(map("".join, errors)) or refusal.partition("\n")[0]
+
+
 def _no_code(look: Look) -> str:
-    return look.refusal
+    return gist(look.refusal)
 
 
 def _no_launch(look: Look) -> str:

@@ -41,6 +41,7 @@ def diff_report(targets: Sequence[Target], arch: str, rows: Sequence[Sequence[Ro
                  if key != "kernel" and left.get(key) != right.get(key)]  # fmt: skip
         more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
         answers.append(f"{label}: {', '.join(found[:_NAMED] + more) or 'no difference'}")
+    second = shlex.quote(targets[1].name)
     return Report(
         verb="inspect",
         answer=f"on {arch}, {'; '.join(answers)}",
@@ -48,7 +49,9 @@ def diff_report(targets: Sequence[Target], arch: str, rows: Sequence[Sequence[Ro
         setup=f"{names[0]} → {names[1]}, both compiled for {arch}",
         versions=versions(),
         rows=both,
-        next=f"what it is worth: nearlight bench {shlex.quote(names[1])}" if targets[1].op else "",
+        next=f"what it is worth: nearlight bench {second}"
+        if targets[1].op
+        else f"on each arch: nearlight inspect {second}",
     )
 
 
@@ -67,7 +70,7 @@ def _pairs(targets: Sequence[Target], rows: Sequence[Sequence[Row]]) -> Iterator
     shared = [(row, by_name[row["kernel"]]) for row in left if row["kernel"] in by_name]
     if not shared:
         lists = "; ".join(
-            f"{target.name} has {', '.join(row['kernel'] for row in each)}"
+            f"{target.name} has {', '.join({row['kernel'].split()[0]: 0 for row in each})}"
             for target, each in zip(targets, rows, strict=True)
         )
         raise BadInput(f"no kernel stands in both, name one of each: {lists}")

@@ -23,6 +23,7 @@ import nearlight
 from nearlight.core import compile_cache, cuda_sources, tuned
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Finding, Report
+from nearlight.core.user_code import split_name
 
 _PACKAGES = ("torch", "triton", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-nvdisasm")
 _VARIABLES = ("NEARLIGHT_", "TRITON_", "CUDA", "PYTHON")
@@ -65,11 +66,13 @@ def inspect_kept(
             constants=constants,
             progress=progress,
         )
-    paths = [Path(name.partition(":")[0]) for name in (target, other) if name]
-    folders = {path.absolute().parent for path in paths if path.is_file()}
+    paths = [split_name(name)[0] for name in (target, other) if name]
+    folders = {path.absolute().parent for path in paths if path and path.is_file()}
     read = {name for name in opened if folders & set(Path(name).absolute().parents)}
     sources = {str(Path(name).absolute()) for name in opened if name.endswith(".cu")}
     files = _digests(read | set(_own_modules()), sources)
+    if any(cuda_sources.has_macro_header(cuda_sources.sources(Path(name))) for name in sources):
+        return report  # only the compiler knows the header that a macro names
     kept = {"files": files, "sources": sorted(sources), "report": report.to_dict()}
     compile_cache.store(entry, json.dumps(kept).encode())
     return report

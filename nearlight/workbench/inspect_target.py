@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton.language as tl
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, type_canonicalisation_dict
 
 from nearlight.core import cuda, cuda_arguments
 from nearlight.core.errors import BadInput
 from nearlight.core.op import KernelBuild, Op
+from nearlight.core.user_code import split_name
 from nearlight.workbench.check import load_file, load_op
 
 _TYPE = re.compile(r"\*?(?:i1|[iu](?:8|16|32|64)|fp16|bf16|fp32|fp64|fp8e4nv|fp8e5)(?::(?:1|16))?")
@@ -95,8 +97,8 @@ def find(name: str, options: Options) -> Target:
 
 def _split(name: str) -> tuple[Path, str, str]:
     """Return "file.cu", ".cu" and "ns::kernel" of "file.cu:ns::kernel"."""
-    match = re.fullmatch(r"(.*?(\.cu|\.py))(?::(.+))?", name)
-    return (Path(match[1]), match[2], match[3] or "") if match else (Path(name), "", "")
+    file, rest = split_name(name)
+    return (file, file.suffix, rest) if file else (Path(name), "", "")
 
 
 def _cuda_target(name: str, path: Path, kernel: str, options: Options) -> Target:
@@ -106,23 +108,75 @@ def _cuda_target(name: str, path: Path, kernel: str, options: Options) -> Target
         raise BadInput(f"--block {options.block}: a block has 1 to 1024 threads")
     if options.shared < 0:
         raise BadInput(f"--shared {options.shared}: bytes of shared memory are not below 0")
-    found = cuda_arguments.kernels(path.read_text(encoding="utf-8", errors="surrogateescape"))
-    names = [kernel] if kernel else [each for each, is_template in found.items() if not is_template]
-    plain = kernel.partition("<")[0].rpartition("::")[2]
-    if not names or (kernel and plain not in found):
-        written = [f"{each}<float>" if is_template else each for each, is_template in found.items()]
-        offered = ", ".join(get_close_matches(kernel, written, cutoff=0.4) or written) or "none"
-        what = f"no kernel {kernel!r}" if kernel else "only templates"
-        raise BadInput(f"{path} has {what}; name one as {path}:NAME, it defines: {offered}")
-    if kernel and found[plain] and "<" not in kernel:
-        raise BadInput(f"{kernel} is a template: name its arguments, {path}:{kernel}<float>")
-    builds = [
-        KernelBuild(
-            cuda.Kernel(path, each), {}, {}, num_threads=options.block, shared_bytes=options.shared
-        )
-        for each in names
-    ]
-    return Target(name, lambda arch: builds)
+
+    def builds(arch: str) -> list[KernelBuild]:
+        found = _compiled(path, kernel, arch)
+        return [
+            KernelBuild(each, {}, {}, num_threads=options.block, shared_bytes=options.shared)
+            for each in found
+        ]
+
+    return Target(name, builds)
+
+
+@dataclass(frozen=True)
+class _Compiled(cuda.Kernel):
+    """A kernel that the compiler found in a file: macros, namespaces and `#if` hide none."""
+
+    cubin: cuda.Cubin = field(kw_only=True)
+
+    def compile(self, arch: str) -> cuda.Cubin:
+        return self.cubin
+
+
+def _compiled(path: Path, name: str, arch: str) -> list[_Compiled]:
+    """Compile a file for an arch once and return its kernels, or those that a name means."""
+    try:
+        cubin = cuda.compile_kernel(path, name if "<" in name else "", arch)
+    except cuda.CompileError as error:
+        if "__nv_name_map" not in str(error):
+            raise
+        raise _no_kernel(path, name, re.findall(r"error: (.*)", str(error))[0]) from None
+    if cubin.symbol:
+        return [_Compiled(path, name, cubin=cubin)]
+    entries = re.findall(r"\.entry ([\w$]+)\(.*?\.loc\s+(\d+) (\d+)", cubin.ptx, re.DOTALL)
+    entries.sort(key=lambda entry: (int(entry[1]), int(entry[2])))  # as the source has them
+    named = {symbol: _named(symbol) for symbol, *_ in entries}
+    names = [short for short, _ in named.values()]
+    found = []
+    for symbol, (short, full) in named.items():
+        if not name or name in (short, full) or _is_called(short, name):
+            label = short if names.count(short) == 1 else full
+            found.append(_Compiled(path, label, cubin=replace(cubin, symbol=symbol)))
+    if not found:
+        raise _no_kernel(path, name, known=names)
+    return found
+
+
+def _is_called(kernel: str, name: str) -> bool:
+    """Return whether "copy" or "b::copy" is said for a::b::copy<float>."""
+    return f"::{kernel}".partition("<")[0].endswith(f"::{name}")
+
+
+def _named(symbol: str) -> tuple[str, str]:
+    """Return what C++ calls a mangled kernel, without its parameters and with them."""
+    if not symbol.startswith("_Z"):
+        return symbol, symbol
+    full = torch._C._demangle(symbol).removeprefix("void ").replace("(anonymous namespace)::", "")
+    match = re.fullmatch(r"(.+?)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", full)
+    return (match[1] if match else full), full
+
+
+def _no_kernel(path: Path, name: str, reason: str = "", known: Sequence[str] = ()) -> BadInput:
+    templates = cuda_arguments.templates(path.read_text(encoding="utf-8", errors="replace"))
+    instance = next((each for each in templates if name and _is_called(each, name)), "")
+    if instance:
+        return BadInput(f"{name} is a template: name its arguments, '{path}:{instance}'")
+    known = [*known, *(each for each in templates if each not in known)]
+    offered = ", ".join(get_close_matches(name, known, cutoff=0.4) or known) or "none"
+    what = f"no kernel {name!r}" if name else "only templates" if known else "no kernel"
+    what += f" ({reason})" if reason else ""
+    return BadInput(f"{path} has {what}; name one as '{path}:NAME', it defines: {offered}")
 
 
 def _python_target(name: str, path: Path, attribute: str, options: Options) -> Target:
@@ -175,10 +229,11 @@ def triton_build(
     signature |= _pairs("--types", types, parameters)
     for argument, kind in signature.items():
         if not _TYPE.fullmatch(kind):
+            near = type_canonicalisation_dict.get(kind.strip("*").removeprefix("torch."), "")
             raise BadInput(
                 f"--types {argument}={kind}: allowed are i1, i8 to i64, u8 to u64, fp16, bf16, "
                 "fp32, fp64 and fp8e4nv, fp8e5; * before it for a pointer, :16 behind it for a "
-                "multiple of 16"
+                "multiple of 16" + (f"; did you mean {near.replace('u1', 'i1')}?" if near else "")
             )
     given = _pairs("--constants", constants, (*parameters, *_LAUNCH_OPTIONS))
     values = {argument: _value(argument, text) for argument, text in given.items()}
@@ -189,7 +244,7 @@ def triton_build(
     if missing:
         needs_type = [p for p in missing if not p.is_constexpr]
         lines = {
-            "--types": ",".join(f"{p.name}={_guess(p.name)}" for p in needs_type),
+            "--types": ",".join(f"{p.name}={_guess(p.name, kernel.src)}" for p in needs_type),
             "--constants": ",".join(f"{p.name}=128" for p in missing if p.is_constexpr),
         }
         pasted = " ".join(f"{option} '{text}'" for option, text in lines.items() if text)
@@ -227,5 +282,9 @@ def _value(name: str, text: str) -> Any:
         ) from None
 
 
-def _guess(name: str) -> str:
+def _guess(name: str, source: str) -> str:
+    """Return a type: a pointer's where an address, or what it is added to, begins with the name."""
+    begun = "|".join([name, *re.findall(rf"\b(\w+) = \(*{name} \+", source)])
+    if re.search(rf"\btl\.(?:load|store|atomic_\w+|make_\w+)\(\s*\(*(?:{begun})\b", source):
+        return "*bf16"
     return "*bf16" if "ptr" in name.lower() else "i64" if "stride" in name.lower() else "i32"

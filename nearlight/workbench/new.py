@@ -18,7 +18,7 @@ LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
 TEMPLATES = Path(__file__).parent / "templates"
 OPS = Path(__file__).parents[1] / "ops"
 # What a comment "EDIT n of 3" of the op file asks for.
-EDITS = ("what it computes", "the kernels and their launch", "the inputs and the cases")
+EDITS = ("what it computes", "the kernels and their launch", "the function, inputs and cases")
 
 
 def new(name: str, lang: str, folder: Path = Path()) -> Report:
@@ -43,7 +43,7 @@ def new(name: str, lang: str, folder: Path = Path()) -> Report:
     """
     if lang not in LANGUAGES:
         raise BadInput(f"--lang {lang!r}: allowed are {', '.join(LANGUAGES)}")
-    if reason := _unfit(name, lang):
+    if reason := _unfit(name, lang, folder):
         raise BadInput(f"an op cannot be called {name!r}: {reason}")
     texts = {folder / file: text for file, text in render(name, lang).items()}
     for path in texts:
@@ -84,11 +84,13 @@ def render(name: str, lang: str) -> dict[str, str]:
     }
 
 
-def _unfit(name: str, lang: str) -> str:
+def _unfit(name: str, lang: str, folder: Path) -> str:
     """Say why an op cannot have this name, or return ""."""
     if not re.fullmatch(r"(?!test_)[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name):
         return "allowed is an identifier of up to 64 lower-case letters, not to begin with test_"
-    if hasattr(builtins, name) or importlib.util.find_spec(name) is not None:
+    found = importlib.util.find_spec(name)
+    is_own = found is not None and found.origin == str((folder / f"{name}.py").resolve())
+    if hasattr(builtins, name) or (found is not None and not is_own):
         return "Python has something of this name, which the op would hide"
     if name in {path.stem for path in OPS.iterdir()}:
         return "nearlight has an op of this name, and results are kept by name"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from nearlight.core.op import Case, Op
-from nearlight.workbench.trial import Trial, kernels, launches, make_inputs, make_upstream, run
+from nearlight.workbench.launches import launches
+from nearlight.workbench.trial import Trial, kernels, make_inputs, make_upstream, run
 
 # More elements than this take the interpreter too long, and prove nothing more.
 MAX_DERIVED_SIZE = 1 << 16
@@ -47,6 +48,10 @@ class NotApplicable(Exception):  # not an error: one of the three answers
     """The property says nothing about this op, for the reason given."""
 
 
+class NeedsGpu(NotApplicable):
+    """The property says nothing about this op without a GPU."""
+
+
 @contextmanager
 def remarked() -> Iterator[list[str]]:
     """Collect what properties say of their trials inside the block, for the rows of a report."""
@@ -81,19 +86,24 @@ def case_size(case: Case) -> int:
 
 
 def provable(op: Op) -> list[Case]:
-    """Return the check cases the tolerance rule can judge, smallest first.
+    """Return the check cases that the tolerance rule judges best, smallest first.
 
-    In fp64 plain PyTorch is the truth itself, and its error of 0 is no measure.
+    Those in fp64 only where there are no others: what plain PyTorch errs there is an estimate.
     """
     cases = [case for case in op.check_cases if case.dtype != torch.float64]
-    return sorted(cases, key=case_size)
+    return sorted(cases or op.check_cases, key=case_size)
+
+
+def is_wide(case: Case) -> bool:
+    """Return whether a case has a dimension that needs a kernel of its own."""
+    return max(case.shape.values(), default=1) > WIDE
 
 
 def cover(cases: Sequence[Case]) -> list[Case]:
     """Return few small cases that hold every dtype and every option value once."""
     chosen: list[Case] = []
     seen: set[str] = set()
-    for case in sorted(cases, key=lambda case: (min(case.shape.values()) < 2, case_size(case))):
+    for case in sorted(cases, key=lambda c: (min(c.shape.values(), default=2) < 2, case_size(c))):
         marks = {str(case.dtype), *(f"{name}={value!r}" for name, value in case.options.items())}
         if not chosen or not marks <= seen:
             chosen.append(case)

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nearlight.core.builds import compile_build
 from nearlight.core.errors import BadInput, MissingPart, one_line
 from nearlight.core.op import Op
@@ -26,6 +28,9 @@ from nearlight.workbench.check import check, load_op, require_device
 from nearlight.workbench.check_report import broken
 from nearlight.workbench.verdict import home_of
 
+# A record's status of a property that takes a GPU, where there was none.
+NOT_RUN = "not run"
+
 
 def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> None:
     """Raise AssertionError unless an op is proved as its source stands now.
@@ -33,6 +38,7 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
     For an op of nearlight the recorded proof has to hold. An op of your own is proved here, in a
     process of its own where a file defines it, and not again before its source or a version
     changes: the record of a passed check lies in the folder `.nearlight/proofs` beside its file.
+    CUDA C++ is not run on a CPU: what so remains open is a warning where there is no GPU.
 
     Args:
         op: name of an op, `file.py`, `file.py:NAME`, or the record itself.
@@ -40,7 +46,8 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
         device: "cpu" or "cuda", where an op of your own is proved.
 
     Raises:
-        AssertionError: how each failed property is broken, with the line that shows it again.
+        AssertionError: how each failed property is broken, with the line that shows it again; or
+            what was not run on a CPU though there is a GPU.
         BadInput: no such op, or a file that does not import.
         MissingPart: the device is cuda and there is no GPU.
 
@@ -60,22 +67,36 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
         return
     if file is None:
         assert isinstance(op, Op)
-        _require_holds(check(op, quick, device))
-        return
+        report = check(op, quick, device)
+        _require_holds(report)
+        return _require_run(report.target, _record(report, {}, {}, device))
     if not file.is_file():
         raise BadInput(f"no file {file}")
     require_device(device)
     path = record.beside(source)
     sources = record.file_sources(file)  # before the check: what is edited meanwhile is not proved
     if not record.outdated(path, sources, quick, device):
+        kept = record.load(path.stem, path.parent) or {}
+    else:
+        report = check_apart(source, quick, device)
+        _require_holds(report)
+        kept = _record(report, sources, {}, device)
+        try:
+            record.write(kept, path)
+        except OSError as error:
+            warnings.warn(f"the proof is not kept: {one_line(error)}", stacklevel=2)
+    _require_run(source, kept)
+
+
+def _require_run(source: str, kept: Mapping[str, Any]) -> None:
+    """Warn of the properties of a record that were not run; refuse it where they could be."""
+    open_ = [row["property"] for row in kept["properties"] if row["status"] == NOT_RUN]
+    if "values" not in open_:
         return
-    report = check_apart(source, quick, device)
-    _require_holds(report)
-    kept = _record(report, sources, {}, device)
-    try:
-        record.write(kept, path)
-    except OSError as error:
-        warnings.warn(f"the proof is not kept: {one_line(error)}", stacklevel=2)
+    told = f"{source}: {', '.join(open_)} not run, for CUDA C++ needs a GPU"
+    if torch.cuda.is_available():
+        raise AssertionError(f"{told}, which is here: assert_proved(..., device='cuda')")
+    warnings.warn(f"{told}; the rest is proved", stacklevel=3)
 
 
 def _require_holds(report: Report) -> None:
@@ -89,6 +110,7 @@ def _record(
     """Return what is kept of a check: sources, properties, machine code, versions, verdict."""
     assert report.proof is not None
     kept = ("number", "property", "status", "num_trials", "reason", "reproduce")
+    rows = [{**row, "status": NOT_RUN} if row.get("needs_gpu") else row for row in report.rows]
     return {
         "schema": record.SCHEMA,
         "op": report.target,
@@ -96,7 +118,7 @@ def _record(
         "method": report.proof.method,
         "device": device,
         "sources": sources,
-        "properties": [{k: row[k] for k in kept if k in row} for row in report.rows],
+        "properties": [{k: row[k] for k in kept if k in row} for row in rows],
         "machine_code": code,
         "versions": report.versions,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

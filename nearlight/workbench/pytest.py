@@ -6,7 +6,9 @@ pytest -p nearlight.workbench.pytest tests                        # the fixture 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import pytest
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.op import Op
 from nearlight.core.report import Report
+from nearlight.core.user_code import split_name
 from nearlight.workbench.apart import check_apart
 from nearlight.workbench.check import check
-from nearlight.workbench.check_report import NOT_APPLICABLE, broken
+from nearlight.workbench.check_report import NOT_APPLICABLE, broken, told
 from nearlight.workbench.properties import PROPERTIES
 from nearlight.workbench.record import file_of
 
@@ -65,12 +68,25 @@ class _OpNode(pytest.Collector):
     def collect(self) -> list[pytest.Item]:
         """Return a test for each property."""
         is_quick = self.config.getoption("--nearlight-quick")
-        name = self.source.partition(".py:")[2] or "OP"
+        file, attribute = split_name(self.source)
+        name = attribute if file and attribute else "OP"
         return [
             _PropertyItem.from_parent(self, name=f"{name}[{prop.name}]", prop=prop.name)
             for prop in PROPERTIES
             if prop.in_quick or not is_quick
         ]
+
+    @cached_property
+    def found(self) -> Report | BadInput | MissingPart:
+        """What a check of the chosen properties answers; made when the first is asked for."""
+        items = (item for item in self.session.items if isinstance(item, _PropertyItem))
+        chosen = [item.prop for item in items if item.parent is self]
+        quick = self.config.getoption("--nearlight-quick")
+        try:
+            device = self.config.getoption("--nearlight-device")
+            return check_apart(self.source, quick, device, chosen)
+        except (BadInput, MissingPart) as error:
+            return error
 
 
 class _Broken(Exception):  # the failure of an item, told without a traceback
@@ -85,16 +101,15 @@ class _PropertyItem(pytest.Item):
         self.prop = prop
 
     def runtest(self) -> None:
-        """Prove the property in a process of its own."""
+        """Prove the op in a process of its own, where no item of it has done so."""
         assert isinstance(self.parent, _OpNode)
-        quick = self.config.getoption("--nearlight-quick")
-        device = self.config.getoption("--nearlight-device")
-        report = check_apart(self.parent.source, quick, device, [self.prop])
-        (row,) = report.rows
+        if isinstance(found := self.parent.found, Exception):
+            raise found
+        row = next(row for row in found.rows if row["property"] == self.prop)
         if row["status"] == NOT_APPLICABLE:
             pytest.skip(row["reason"])
-        if lines := broken(report):
-            raise _Broken("\n".join(lines))
+        if row["status"] == "failed":
+            raise _Broken(told(row))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the reason and the line; a traceback of this file would say nothing."""
@@ -125,6 +140,8 @@ def check_op(request: pytest.FixtureRequest) -> Callable[..., Report]:
             report = check_apart(str(beside) if is_beside else op, quick, device, **options)
         if lines := broken(report):
             pytest.fail("\n".join((report.answer, *lines)), pytrace=False)
+        if report.proof and report.proof.is_partial:
+            warnings.warn(f"{report.answer}: {report.proof.method}", stacklevel=2)
         return report
 
     return prove

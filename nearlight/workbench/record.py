@@ -7,7 +7,9 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import nearlight
 from nearlight.core.op import Op
 from nearlight.core.report import write_aside
+from nearlight.core.user_code import is_own, package_root, split_name
 from nearlight.core.versions import versions
 from nearlight.workbench.properties import PROPERTIES
 from nearlight.workbench.verdict import source_of
@@ -22,6 +25,7 @@ from nearlight.workbench.verdict import source_of
 SCHEMA = 1
 PACKAGE = Path(nearlight.__file__).parent
 FOLDER = PACKAGE / "data" / "proofs"
+OPS = PACKAGE / "ops" / "__init__.py"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
 
@@ -62,22 +66,20 @@ def write(record: Mapping[str, Any], path: Path) -> None:
 
 def file_of(source: str) -> Path | None:
     """Return the file of "my_op.py" or "my_op.py:NAME"; None for the name of an op."""
-    path, _, attribute = source.partition(".py:")
-    if not attribute and not source.endswith(".py"):
-        return None
-    return Path(path.removesuffix(".py") + ".py").resolve()
+    file, _ = split_name(source)
+    return file and file.resolve()
 
 
 def beside(source: str) -> Path:
     """Return where the record of a user's op lies: beside "my_op.py", by file and name."""
     file = file_of(source)
     assert file is not None
-    attribute = source.partition(".py:")[2] or "OP"
+    attribute = split_name(source)[1] or "OP"
     return file.parent / ".nearlight" / "proofs" / f"{file.stem}.{attribute}.json"
 
 
 def file_sources(file: Path) -> dict[str, str]:
-    """Return the sha256 of a user's file, of what it imports from beside it and of its `.cu`."""
+    """Return the sha256 of a user's file, of all of theirs that it imports, and of its `.cu`."""
     return _digests(_with_neighbours(file, is_package=False), file.parent)
 
 
@@ -143,7 +145,7 @@ def _own_files(op: Op) -> list[Path]:
     source = source_of(op)
     if (file := file_of(source)) is not None:
         return _with_neighbours(file, is_package=False)
-    spec = importlib.util.find_spec(f"nearlight.ops.{source}")
+    spec = importlib.util.find_spec(f"nearlight.ops.{source}") if source else None
     if spec is None or spec.origin is None:
         raise ValueError(f"{op.name}: its reference is defined in no file, so nothing can be kept")
     return _with_neighbours(Path(spec.origin), is_package=bool(spec.submodule_search_locations))
@@ -169,27 +171,39 @@ def _closure(files: Sequence[Path]) -> set[Path]:
 
 
 def _imported(file: Path) -> Iterator[Path]:
-    """Yield the files of other ops and those beside it that a Python file imports or names."""
+    """Yield the files of other ops and of the user's that a Python file imports or names."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
         return  # it imports nothing, and its own digest stands for it
+    root, package = package_root(file)
+    roots = [root, file.parent, *(Path(p) for p in sys.path if is_own(f"{p}/"))]
+    if package:  # what it stands in is imported before it
+        yield from _modules(root, f"{package}.{file.stem}")
     for node in ast.walk(tree):
-        names, folder = [], file.parent
+        names, places = [], roots
         if isinstance(node, ast.Constant) and str(node.value).endswith((".cu", ".cuh")):
-            yield from filter(Path.is_file, [folder / str(node.value)])
+            yield from filter(Path.is_file, [file.parent / str(node.value)])
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            folder = [file, *file.parents][node.level] if node.level else folder
+            places = [[file, *file.parents][node.level]] if node.level else roots
             base = f"{node.module}." if node.module else ""
-            names = [base.removesuffix("."), *(base + alias.name for alias in node.names)]
-        for name in filter(None, names):
-            root = PACKAGE.parent if name.startswith("nearlight.ops.") else folder
-            base_path = root.joinpath(*name.split("."))
-            for candidate in (base_path.with_suffix(".py"), base_path / "__init__.py"):
-                if candidate.is_file():
-                    yield candidate
+            names = [base + alias.name for alias in node.names]
+        for name in names:
+            is_ours = name.startswith("nearlight.")
+            found = (list(_modules(p, name)) for p in ([PACKAGE.parent] if is_ours else places))
+            yield from next(filter(None, found), ())
+
+
+def _modules(place: Path, name: str) -> Iterator[Path]:
+    """Yield the files of "a.b.c" below a folder, those of the packages on the way included."""
+    candidates = []
+    for part in name.split("."):
+        place /= part
+        candidates += [place.with_name(f"{part}.py"), place / "__init__.py"]
+    # Of nearlight itself, whose version is kept, an op alone is followed.
+    yield from (c for c in candidates if is_own(str(c)) and c != OPS and c.is_file())
 
 
 def _included(file: Path) -> Iterator[Path]:
@@ -203,7 +217,7 @@ def _included(file: Path) -> Iterator[Path]:
 
 def _label(file: Path, home: Path) -> str:
     root = PACKAGE.parent if file.is_relative_to(PACKAGE) else home
-    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
+    return Path(os.path.relpath(file, root)).as_posix()
 
 
 def _digest(file: Path) -> str:

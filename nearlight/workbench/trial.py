@@ -6,20 +6,21 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
-from unittest import mock
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from nearlight.core import backend, cuda
+from nearlight.core import backend
 from nearlight.core.op import Case, Inputs, Op
-from nearlight.core.triton import Kernel
 from nearlight.workbench import guard, layouts
+from nearlight.workbench.launches import launches
 
 # One per output; None for an output of whole numbers.
 Upstream = Sequence[torch.Tensor | None]
+Values = TypeVar("Values", Inputs, Upstream)
 UPSTREAM = "upstream"  # the key of the upstream gradients among a trial's layouts
 
 # Draws of the upstream gradient's signs that show how large the terms of a gradient are.
@@ -97,13 +98,14 @@ def make_inputs(op: Op, trial: Trial, device: str) -> Inputs:
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"make_inputs: {error}") from error
     accepted = inspect.signature(op.function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, value in trial.case.options.items():
-        if name in accepted:
+        if takes_any or name in accepted:
             inputs.setdefault(name, value)
     inputs.pop("backend", None)  # the harness says which one runs
     first = next(iter(differentiable(inputs)), None)
     if first is not None and trial.values != "as made":
-        changed = VALUES[trial.values](inputs[first].detach()).to(inputs[first].dtype)
+        changed = VALUES[trial.values](inputs[first].detach().double()).to(inputs[first].dtype)
         inputs[first] = changed.requires_grad_()
     for name, layout in trial.layouts.items():
         if name != UPSTREAM:
@@ -145,19 +147,16 @@ def fresh(inputs: Inputs, trainable: Sequence[str] | None = None) -> Inputs:
     return {**inputs, **leaves}
 
 
-def to_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Return the inputs with every floating tensor in another dtype."""
-    cast = {
-        name: tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
-        for name, tensor in tensors(inputs).items()
-        if tensor.dtype.is_floating_point
-    }
-    return {**inputs, **cast}
+def to_dtype(values: Values, dtype: torch.dtype) -> Values:
+    """Return inputs or upstream gradients with every floating tensor in another dtype."""
 
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
 
-def in_fp64(inputs: Inputs) -> Inputs:
-    """Return the inputs with every floating tensor in fp64."""
-    return to_dtype(inputs, torch.float64)
+    found: Values = tree_map_only(torch.Tensor, cast, values)
+    return found
 
 
 def run(
@@ -193,17 +192,8 @@ def roots_of(
 
 def scaled(upstream: Upstream, factor: float) -> Upstream:
     """Return the upstream gradients times a factor."""
-    return [None if gradient is None else gradient * factor for gradient in upstream]
-
-
-def upstream_to_dtype(upstream: Upstream, dtype: torch.dtype) -> Upstream:
-    """Return the upstream gradients in another dtype."""
-    return [None if gradient is None else gradient.to(dtype) for gradient in upstream]
-
-
-def upstream_in_fp64(upstream: Upstream) -> Upstream:
-    """Return the upstream gradients in fp64."""
-    return upstream_to_dtype(upstream, torch.float64)
+    # In fp64, because fp8 has no product.
+    return [g if g is None else (g.double() * factor).to(g.dtype) for g in upstream]
 
 
 def make_upstream(outputs: Sequence[torch.Tensor], trial: Trial) -> Upstream:
@@ -271,11 +261,36 @@ def standard(
             inputs = change(inputs)
         with torch.enable_grad():
             upstream = make_upstream(run(op.reference, inputs, None).outputs, trial)
-            plain = run(op.reference, inputs, upstream)
-            truth = run(op.reference, in_fp64(inputs), upstream_in_fp64(upstream))
+            expected = held_to(partial(run, op.reference), inputs, upstream)
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"reference: {error}") from error
-    return Standard(inputs, upstream, plain, truth, lambda: _terms(op, inputs, upstream))
+    return replace(expected, terms=lambda: _terms(op, inputs, upstream))
+
+
+def held_to(
+    compute: Callable[[Inputs, Upstream], Result], inputs: Inputs, upstream: Upstream
+) -> Standard:
+    """Return what a way of computing gives in plain PyTorch, and in fp64 as the truth.
+
+    In fp64 plain PyTorch is the truth itself: what it errs there is taken from fp32.
+    """
+    double, single = torch.float64, torch.float32
+    truth = compute(to_dtype(inputs, double), to_dtype(upstream, double))
+    if all(t.dtype != double for t in tensors(inputs).values()):
+        return Standard(inputs, upstream, compute(inputs, upstream), truth)
+    narrow = compute(to_dtype(inputs, single), to_dtype(upstream, single))
+    outputs = map(_rounded_to_fp64, narrow.outputs, truth.outputs)
+    gradients = {n: _rounded_to_fp64(narrow.gradients[n], g) for n, g in truth.gradients.items()}
+    return Standard(inputs, upstream, Result([*outputs], gradients), truth)
+
+
+def _rounded_to_fp64(narrow: Any, truth: Any) -> Any:
+    """Return the truth with the error of fp32 made as much smaller as fp64 is finer."""
+    if truth is None or not truth.is_floating_point():
+        return truth
+    shrink = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    error = (narrow.double() - truth) * shrink
+    return truth + torch.where(error.isfinite(), error, 0.0)
 
 
 def _terms(op: Op, inputs: Inputs, upstream: Upstream) -> Mapping[str, torch.Tensor]:
@@ -285,10 +300,10 @@ def _terms(op: Op, inputs: Inputs, upstream: Upstream) -> Mapping[str, torch.Ten
     for _ in range(NUM_SIGNS):
         signed = [
             g if g is None else g * (1 - 2 * torch.randint(2, g.shape, generator=generator)).to(g)
-            for g in upstream_in_fp64(upstream)
+            for g in to_dtype(upstream, torch.float64)
         ]
         with torch.enable_grad():
-            gradients = run(op.reference, in_fp64(inputs), signed).gradients
+            gradients = run(op.reference, to_dtype(inputs, torch.float64), signed).gradients
         for name, gradient in gradients.items():
             if gradient is not None:
                 largest = found.get(name, gradient.abs())
@@ -315,60 +330,3 @@ def kernels() -> Iterator[guard.Guard]:
     """Run our kernels inside the block, on CPU tensors too, between guard zones."""
     with backend.force("triton"), guard.guarded() as zones:
         yield zones
-
-
-class Launches(list[tuple[str, Mapping[str, Any]]]):
-    """Every kernel launched: its name and its sizes known at compile time.
-
-    Attributes:
-        not_run: what CUDA C++ on CPU tensors answered where nothing emulates it; else "".
-    """
-
-    not_run: str = ""
-
-
-_noted: ContextVar[Launches | None] = ContextVar("noted", default=None)
-
-
-def note_elsewhere(kernels: Sequence[str]) -> None:
-    """Add kernels that another process launched to those noted here."""
-    if (seen := _noted.get()) is not None:
-        seen += [(name, {}) for name in kernels]
-
-
-@contextmanager
-def launches() -> Iterator[Launches]:
-    """Note every kernel launched inside the block, Triton's and CUDA C++, also where it fails."""
-    seen = Launches()
-    start, call = Kernel._start, cuda._Launcher.__call__
-
-    def note(
-        self: Kernel, grid: Any, warmup: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        constants = {
-            name: value
-            for name, value in kwargs.items()
-            if name.isupper() and isinstance(value, int) and not isinstance(value, bool)
-        }
-        seen.append((self.fn.__name__, constants))
-        return start(self, grid, warmup, args, kwargs)
-
-    def note_cuda(self: cuda._Launcher, *args: Any) -> None:
-        sizes = dict(zip(("BLOCK_X", "BLOCK_Y", "BLOCK_Z"), self.block, strict=True))
-        sizes |= {name: int(text) for name, text in self.kernel.defines if text.isdecimal()}
-        seen.append((self.kernel.name, sizes))
-        try:
-            call(self, *args)
-        except cuda.NoEmulator as error:
-            seen.not_run = str(error)
-            raise
-
-    with (
-        mock.patch.object(Kernel, "_start", note),
-        mock.patch.object(cuda._Launcher, "__call__", note_cuda),
-    ):
-        token = _noted.set(seen)
-        try:
-            yield seen
-        finally:
-            _noted.reset(token)

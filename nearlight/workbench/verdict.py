@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nearlight.core.cuda import NoEmulator
 from nearlight.core.op import Case, Op
+from nearlight.core.user_code import PREFIX, is_own, place_of
+from nearlight.workbench.bad_source import COMPILE_ERRORS, BadSource, refuse_builds, refuse_launch
 from nearlight.workbench.check_report import NOT_APPLICABLE, Row
 from nearlight.workbench.compare import redrawn
-from nearlight.workbench.property import NotApplicable, Property, remarked
-from nearlight.workbench.trial import Launches, Refused, Rejected, Trial, launches
+from nearlight.workbench.flat import flattened
+from nearlight.workbench.launches import Launches, launches
+from nearlight.workbench.property import NeedsGpu, NotApplicable, Property, remarked
+from nearlight.workbench.trial import Refused, Rejected, Trial
 
 # Steps tried to make a failing input smaller.
 MAX_SHRINK_STEPS = 16
 # A row that stands on no more cases than these names them.
 MAX_NAMED_CASES = 4
+RAISED = "raised"
 ON_A_GPU = "CUDA C++ on CPU tensors needs an emulator: run it on a GPU with --device cuda"
 
 # `(line, reason)`: told before an input is run, with the line that runs it again; with a reason
@@ -51,11 +59,18 @@ class _Subject:
         """Return what `examine` says; NoEmulator where a kernel could not run, even if caught."""
         if self.announce is not unheard:
             self.announce(self.line(trial), "")
-        self.seen.not_run = ""
+        self.seen.not_run, self.seen.failed = "", None
         outcome = examine(self.prop, self.op, trial, self.device)
+        if outcome or self.seen.not_run:
+            self.refuse_bad_source()
         if self.seen.not_run:
             raise NoEmulator(self.seen.not_run)
         return outcome
+
+    def refuse_bad_source(self) -> None:
+        """Raise BadSource where a kernel failed that no input can run."""
+        if self.seen.failed is not None:
+            refuse_launch(*self.seen.failed)
 
     def line(self, trial: Trial) -> str:
         return reproduce_line(self.prop, self.op, trial, self.device)
@@ -68,29 +83,39 @@ def prove_property(
     start = time.perf_counter()
     with launches() as seen:
         subject = _Subject(prop, op, device, seen, announce)
+        needs_gpu = False
         try:
             found = _judge(subject, quick)
         except NotApplicable as answer:
             found = _Verdict(NOT_APPLICABLE, 0, str(answer))
+            needs_gpu = isinstance(answer, NeedsGpu)
         except NoEmulator:
-            found = _Verdict(NOT_APPLICABLE, 0, ON_A_GPU)
+            found, needs_gpu = _Verdict(NOT_APPLICABLE, 0, ON_A_GPU), True
     seconds = round(time.perf_counter() - start, 3)
     kernels = sorted({name for name, _ in seen})
     return Row(
         prop.number, prop.name, found.status, found.num_trials, found.reason, found.line,
-        seconds, kernels,
+        seconds, kernels, needs_gpu,
     )  # fmt: skip
 
 
 def _judge(subject: _Subject, quick: bool) -> _Verdict:
     prop, op, device = subject.prop, subject.op, subject.device
-    subject.announce(_whole_line(prop, op, device), "")
+    whole_line = _whole_line(prop, op, quick, device)
+    subject.announce(whole_line, "")
     try:
-        trials = sorted(prop.trials(op, quick, device), key=lambda trial: trial.size)
-    except (NotApplicable, NoEmulator):
+        found = prop.trials(flattened(op), quick, device)
+        trials = sorted(found, key=lambda trial: trial.size)
+    except NotApplicable:
         raise
     except (Exception, SystemExit) as error:  # whatever an op raises here is the finding
-        return _Verdict("failed", 0, f"no input could be made: {_describe(error)}")
+        subject.refuse_bad_source()
+        if subject.seen.not_run:
+            raise NoEmulator(subject.seen.not_run) from error
+        reason = f"{RAISED} {_describe(error)}, while inputs were chosen"
+        return _Verdict("failed", 0, reason, whole_line)
+    if not trials:
+        return _Verdict(NOT_APPLICABLE, 0, "the cases have no size, layout or value to change")
     listed = [*op.check_cases, *(extreme.case for extreme in op.extremes)]
     tried: list[Case] = []
     num_redrawn, refusals, noted = 0, [], []
@@ -101,9 +126,9 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
         num_redrawn += len(names)
         noted += said
         if isinstance(outcome, Rejected):
-            rejection = str(outcome)
+            rejection = f"{outcome}{_at(outcome.__cause__ or outcome)}"
             if isinstance(outcome, Refused):
-                refusals.append(rejection)
+                refusals.append(str(outcome))
             elif trial.case in listed and not trial.layouts:
                 return _Verdict("failed", len(tried), rejection, subject.line(trial))
             continue
@@ -112,7 +137,8 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
             smallest, reason = _shrink(subject, trial, outcome)
             return _Verdict("failed", len(tried), reason, subject.line(smallest))
     if not tried:
-        return _Verdict("failed", 0, f"no input could be made: {rejection or 'no trial'}")
+        reason = f"no input could be made: {rejection}"
+        return _Verdict("failed", 0, reason, whole_line)
     return _Verdict("passed", len(tried), "; ".join(_remarks(tried, noted, refusals, num_redrawn)))
 
 
@@ -136,17 +162,21 @@ def _case_text(case: Case) -> str:
     """Return "rows 3 × columns 5 in bfloat16, casting=llama"."""
     sizes = " × ".join(f"{name} {size}" for name, size in case.shape.items())
     options = "".join(f", {name}={value}" for name, value in case.options.items())
-    return f"{sizes} in {str(case.dtype).removeprefix('torch.')}{options}"
+    return f"{sizes or 'no sizes'} in {str(case.dtype).removeprefix('torch.')}{options}"
 
 
 def examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected:
     """Return how the property is broken, "" if it holds, or why there is no such input."""
     try:
-        return prop.examine(op, trial, device)
+        return prop.examine(flattened(op), trial, device)
     except Rejected as rejected:
         return rejected
+    except BadSource:
+        raise
     except (Exception, SystemExit) as error:  # whatever an op raises is the finding
-        return f"raised {_describe(error)}"
+        if isinstance(error, COMPILE_ERRORS):
+            refuse_builds(op)
+        return f"{RAISED} {_describe(error)}"
 
 
 def _describe(error: BaseException) -> str:
@@ -154,7 +184,11 @@ def _describe(error: BaseException) -> str:
     told = next((line.strip() for line in lines if ": error:" in line), lines[0])
     if told.startswith("at ") and len(lines) > 1:  # Triton: a place in the kernel, its lines, why
         told = f"{lines[-1].strip()} ({told.rstrip(':')} of the kernel)"
-    return f"{type(error).__name__}: {told}"
+    return f"{type(error).__name__}: {told}{_at(error)}"
+
+
+def _at(error: BaseException) -> str:
+    return f" at {place}" if (place := place_of(error)) else ""
 
 
 def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
@@ -171,7 +205,9 @@ def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
                 steps += 1
                 candidate = trial.resized(**{name: smaller})
                 outcome = subject.examine(candidate)
-                if outcome and not isinstance(outcome, Rejected):
+                # An error of a size too small is another thing than a wrong value.
+                is_same = str(outcome).startswith(RAISED) == reason.startswith(RAISED)
+                if outcome and is_same and not isinstance(outcome, Rejected):
                     trial, reason, is_smaller = candidate, outcome, True
                     subject.announce(subject.line(trial), reason)
                     break
@@ -190,40 +226,61 @@ def reproduce_line(prop: Property, op: Op, trial: Trial, device: str) -> str:
             if name == "seed" or getattr(trial, name) != getattr(default, name)
         },
     }
-    arguments = [repr(source_of(op)), repr(prop.name), repr(dict(trial.case.shape))]
-    arguments.append(str(trial.case.dtype))
+    arguments = [repr(dict(trial.case.shape)), str(trial.case.dtype)]
     arguments += [f"{name}={value!r}" for name, value in further.items() if value is not None]
-    imports = "import torch; from nearlight.workbench.check import reproduce"
-    return f"{imports}; reproduce({', '.join(arguments)})"
+    return _line(prop, op, arguments)
 
 
-def _whole_line(prop: Property, op: Op, device: str) -> str:
+def _whole_line(prop: Property, op: Op, quick: bool, device: str) -> str:
     """Return the line that shows what happens while a property's inputs are chosen."""
-    call = f"check(load_op({source_of(op)!r}), device={device!r}, only=[{prop.name!r}])"
-    return f"from nearlight.workbench.check import check, load_op; print({call})"
+    options = {"quick": quick or None, "device": None if device == "cpu" else device}
+    return _line(prop, op, [f"{name}={value!r}" for name, value in options.items() if value])
+
+
+def _line(prop: Property, op: Op, arguments: Sequence[str]) -> str:
+    source = source_of(op)
+    imports = "import torch; from nearlight.workbench.check import reproduce"
+    call = ", ".join((repr(source) if source else "op", repr(prop.name), *arguments))
+    if re.search(r"\b(inf|nan)\b", call):  # as `repr` writes them
+        imports = f"from math import inf, nan; {imports}"
+    # No file holds this record: only who has made it can call it by a name.
+    return f"{imports}; reproduce({call})" + ("" if source else f"  # op: the Op called {op.name}")
 
 
 def source_of(op: Op) -> str:
-    """Return what `load_op` takes to find this op again, or the nearest to it."""
-    if home := home_of(op):
-        return home
-    module = sys.modules.get(getattr(op.reference, "__module__", None) or "")
-    if module is None or not getattr(module, "__file__", None):
-        return op.name
-    # The file was loaded once more, or the record is a changed copy of one in it.
-    same = [n for n, v in vars(module).items() if isinstance(v, Op) and v.name == op.name]
-    attribute = same[0] if same and "OP" not in same else "OP"
-    return f"{module.__file__}:{attribute}"
+    """Return what `load_op` takes to find this op again, or "" where no file holds it."""
+    return home_of(op) or _home(op, lambda other: _definition(other) == _definition(op))
+
+
+def _definition(op: Op) -> tuple[Any, ...]:
+    """Return what stays the same when a file is loaded once more."""
+    makers = map(inspect.unwrap, (op.function, op.reference))
+    codes = (getattr(maker, "__code__", maker) for maker in makers)
+    extremes = [extreme.name for extreme in op.extremes]
+    return op.name, *codes, op.check_cases, op.refused_layouts, extremes
 
 
 def home_of(op: Op) -> str:
     """Return what `load_op` takes to find this very record, or "" where no file holds it."""
-    for maker in (op.reference, op.make_inputs, op.function):
-        module = sys.modules.get(getattr(maker, "__module__", None) or "")
-        if module is None or not getattr(module, "__file__", None):
+    return _home(op, lambda other: other is op)
+
+
+def _home(op: Op, is_it: Callable[[Op], bool]) -> str:
+    makers = map(inspect.unwrap, (op.function, op.reference))
+    written_in = {
+        code.co_filename for maker in makers if (code := getattr(maker, "__code__", None))
+    }
+    found: dict[str, bool] = {}
+    loaded = [m for name, m in sys.modules.items() if name.startswith(PREFIX)]
+    for module in reversed([*sys.modules.values(), *loaded]):
+        file = getattr(module, "__file__", None)
+        if not file or not is_own(file):
             continue
-        for name, value in vars(module).items():
-            if value is op:
-                is_ours = module.__name__.startswith("nearlight.ops.")
-                return op.name if is_ours else f"{module.__file__}:{name}"
-    return ""
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Op) and is_it(value):
+                if module.__name__.startswith("nearlight.ops."):
+                    return op.name
+                found.setdefault(f"{file}:{name}", file in written_in)
+    # Others may have imported the record from where its function or its reference is written; of
+    # several that did not write them, the last import is the first to have had it.
+    return max(found, key=lambda home: found[home], default="")

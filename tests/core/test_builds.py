@@ -50,6 +50,31 @@ def test_a_launch_on_meta_tensors_is_described():
         ROW_SUM[(64,), (256,)](out, x, 512, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda out, x: (out, x, 512),
+            r"takes 4 arguments \(float\* out, __nv_bfloat16\* x, .*got 3",
+        ),
+        (lambda out, x: (out, 5, 512, 2.0), "x is a pointer and takes a tensor or None; got int"),
+        (lambda out, x: (out, x.float(), 512, 2.0), "x points to __nv_bfloat16 .*torch.float32"),
+        (lambda out, x: (out, x, 512.0, 2.0), "num_columns is long long and takes an integer"),
+        (lambda out, x: (out, x, x, 2.0), "num_columns is long long .*a tensor of torch.bfloat16"),
+    ],
+)
+def test_a_launch_on_meta_tensors_that_does_not_fit_is_refused_with_its_line(change, message):
+    x = torch.empty(64, 512, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(64, device="meta")
+    place = r"row_sum.cu:7: row_sum<__nv_bfloat16>"
+    with (
+        described_launches(None) as builds,
+        pytest.raises(TypeError, match=f"{place}.*{message}"),
+    ):
+        ROW_SUM[(64,), (256,)](*change(out, x))
+    assert builds == []
+
+
 def test_budgets():
     build = KernelBuild(_row_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": 16384}, 1)
     code = compile_build(build, "sm_80")

@@ -21,16 +21,23 @@ def test_parameters_are_read_from_the_source():
     assert [p.type for p in Kernel(ROW_SUM, "fill").parameters] == ["int", "int", "unsigned"]
 
 
-def test_kernels_are_found_and_templates_told_from_the_rest():
+def test_templates_are_told_by_an_instance_with_all_arguments_that_have_no_default():
     source = """
-    __global__ void declared(int n);
-    // __global__ void commented() {}
+    // template <int N> __global__ void commented() {}
     extern "C" __global__ void __launch_bounds__(32 * (4 + 4), 2) bounded(float* x) {}
     template <typename T, int N> static __global__ void templated(T* x) { f<<<1, 1>>>(x); }
+    namespace a { struct S {}; inline namespace b::c {
+    template <class, bool B, Mode M, const std::size_t Z, typename U = Pair<int, S>, int... Ns>
     __global__ __launch_bounds__(THREADS) void last() {}
+    } }
+    template <unsigned N> __global__ void outside(int n);
     """
-    assert cuda_arguments.kernels(source) == {"bounded": False, "templated": True, "last": False}
-    assert cuda_arguments.kernels("__device__ int f() { return 1; }") == {}
+    assert cuda_arguments.templates(source) == [
+        "templated<float, 4>",
+        "a::b::c::last<float, true, Mode(0), std::size_t(0)>",
+        "outside<4>",
+    ]
+    assert cuda_arguments.templates("template <int N> __device__ int f() { return 1; }") == []
 
 
 def test_comments_and_nested_templates_do_not_confuse_the_parameters():
@@ -56,6 +63,7 @@ def test_comments_and_nested_templates_do_not_confuse_the_parameters():
         ("unsigned long long int x", Parameter("x", "unsigned long long int", False)),
         ("int x = 3", Parameter("x", "int", False)),
         ("T x", Parameter("x", "half*", True)),
+        ("[[maybe_unused]] int \\\n x", Parameter("x", "int", False)),
         ("U x", Parameter("x", "U", False)),
         ('T* x, const char* s = "__global__ void f(int x) {}"', Parameter("x", "half**", True)),
     ],
@@ -63,6 +71,20 @@ def test_comments_and_nested_templates_do_not_confuse_the_parameters():
 def test_declarations_are_read_as_cpp_reads_them(written, parameter):
     source = f"template <typename T, int N, typename U = int>\n__global__ void f({written}) {{}}"
     assert cuda_arguments.parameters(source, "f<half**, 4>")[0] == parameter
+
+
+def test_template_parameters_are_found_behind_nested_ones():
+    source = """template <typename T, template <typename> class Op, typename = enable_if_t<is_x<T>>>
+    __global__ void f(T* x, T scale) {}"""
+    assert [p.type for p in cuda_arguments.parameters(source, "f<float, Sum>")] == ["float"] * 2
+
+
+def test_the_line_of_a_kernel_is_found_behind_comments_and_joined_lines():
+    source = (
+        "/* a\nb */ #define X \\\n 1\n// f(\ntemplate <typename T>\n__global__ void\nf(T* x) {}"
+    )
+    assert cuda_arguments.line_of(source, "f<float>") == 7
+    assert cuda_arguments.line_of(source, "g") == 0
 
 
 def test_a_definition_counts_before_its_declarations():
@@ -107,11 +129,18 @@ def test_numbers_take_the_type_of_the_parameter():
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((torch.ones(2), torch.ones(2), 1), TypeError, "takes 4 arguments .*got 3"),
+        (
+            (torch.ones(2), torch.ones(2), 1),
+            TypeError,
+            r"takes 4 arguments .*got 3 \(a tensor of torch.float32, a tensor of .*, int\)",
+        ),
         ((torch.ones(2).double(), torch.ones(2), 1, 1.0), TypeError, "out points to float"),
         ((1.0, torch.ones(2), 1, 1.0), TypeError, "out is a pointer"),
         ((torch.ones(2), torch.ones(2), 2**63, 1.0), ValueError, "does not fit long long"),
-        ((torch.ones(2), torch.ones(2), 1.5, 1.0), ValueError, "num_columns is long long"),
+        ((torch.ones(2), 7, 1, 1.0), TypeError, r"x is a pointer .*got int; it takes \(float"),
+        ((torch.ones(2), torch.ones(2), 1.5, 1.0), TypeError, "num_columns is long long"),
+        ((torch.ones(2), torch.ones(2), 2.0, 1.0), TypeError, "takes an integer; got 2.0"),
+        ((torch.ones(2), torch.ones(2), torch.ones(2), 1.0), TypeError, "got a tensor of"),
         ((torch.ones(2, device="meta"), torch.ones(2), 1, 1.0), ValueError, "is on meta"),
     ],
 )
@@ -138,8 +167,8 @@ def scalar(written, value):
         ("double", np.float32(0.1), np.float64(np.float32(0.1))),
         ("float", np.int64(3), np.float32(3)),
         ("float", float("-inf"), np.float32("-inf")),
-        ("int", np.float32(3.0), np.int32(3)),
         ("int", torch.tensor(-2), np.int32(-2)),
+        ("int", torch.tensor(9, device="meta"), np.int32(1)),  # whatever it is
         ("long int", np.int32(5), np.int64(5)),
         ("short unsigned int", 65535, np.uint16(65535)),
         ("size_t", np.int8(7), np.uint64(7)),
@@ -156,8 +185,8 @@ def test_every_number_reaches_the_kernel_in_the_declared_type(written, value, ex
 @pytest.mark.parametrize(
     ("written", "value", "error", "message"),
     [
-        ("int", np.float32(3.5), ValueError, "s is int; got np.float32"),
-        ("int", float("nan"), ValueError, "s is int; got nan"),
+        ("int", np.float32(3.0), TypeError, "s is int and takes an integer; got np.float32"),
+        ("int", float("nan"), TypeError, "s is int and takes an integer; got nan"),
         ("int", np.int64(2**40), ValueError, "s=1099511627776 does not fit int"),
         ("size_t", np.int32(-1), ValueError, "s=-1 does not fit size_t"),
         ("bool", 2, ValueError, "s=2 does not fit bool"),
@@ -167,7 +196,8 @@ def test_every_number_reaches_the_kernel_in_the_declared_type(written, value, ex
         ("float", np.str_("3"), TypeError, "takes a number"),
         ("float", 1j, TypeError, "takes a number"),
         ("int", None, TypeError, "takes a number"),
-        ("int", torch.tensor(2.7), ValueError, "s is int"),
+        ("int", torch.tensor(2.7), TypeError, "s is int"),
+        ("int", torch.tensor(2.0, device="meta"), TypeError, "takes an integer"),
         ("float", torch.ones(2), TypeError, "takes a number"),
         ("T", 1.0, TypeError, "exactly its size .*np.float32: 4 bytes.*not float"),
     ],

@@ -69,7 +69,17 @@ def test_headers_beside_a_link_are_found_where_the_link_is(tree):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("#include HEADER", True), ("  # include\\\n NAME(x)", True), ("// #include words", False)],
+    [
+        ("#include HEADER", True),
+        ("  # include\\\n NAME(x)", True),
+        ("/* why */ #/**/include/**/NAME", True),
+        ("%:include NAME", True),
+        ("#if __has_include(NAME)", True),
+        ("// #include words", False),
+        ("/*\n#include words\n*/", False),
+        ('#include "a.h"\nint x;', False),
+        ('#if __has_include("a.h")', False),
+    ],
 )
 def test_headers_named_by_a_macro_are_told(tree, text, expected):
     folder = tree(k_cu='#include "v.h"\n', v_h=text)

@@ -131,6 +131,14 @@ def test_tools_of_the_wheels_run(name):
         assert done.returncode == 0 and name in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("h100", "sm_90a"), ("RTX 4090", "sm_89"), ("sm90", "sm_90")]
+)
+def test_an_arch_that_is_none_is_answered_by_the_one_that_is_meant(given, meant):
+    with pytest.raises(ValueError, match=f"allowed are sm_75, .*; did you mean `{meant}`"):
+        machine_code.capability_of(given)
+
+
 def test_a_missing_tool_is_named(monkeypatch):
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda name: None)
     with pytest.raises(RuntimeError, match="objcopy is not installed: pip install nvidia-cuda-"):

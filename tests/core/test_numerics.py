@@ -38,7 +38,7 @@ def test_one_wrong_element_in_a_large_tensor_is_found():
     wrong[300, 7] += 0.01
     verdict = numerics.judge(wrong, truth.float(), truth)
     assert not verdict.passed
-    assert "max_at_row_scale" in verdict.reason
+    assert "largest error over its row's scale" in verdict.reason
 
 
 def test_a_small_row_is_judged_at_its_own_scale():
@@ -93,7 +93,7 @@ def test_a_row_of_zeros_far_below_the_largest_row_fails(dtype):
     wrong = truth.to(dtype)
     wrong[1] = 0
     verdict = numerics.judge(wrong, truth.to(dtype), truth)
-    assert not verdict.passed and "worst_row 1 >" in verdict.reason
+    assert not verdict.passed and "error of the worst row 1 >" in verdict.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -106,7 +106,7 @@ def test_noise_in_a_row_that_cancels_excuses_no_other_row(dtype):
     wrong = plain.clone()
     wrong[0, :8] *= 1.1
     verdict = numerics.judge(wrong, plain, truth)
-    assert "max_at_row_scale 0.1" in verdict.reason and "worst_row 0.03" in verdict.reason
+    assert "its row's scale 0.1" in verdict.reason and "worst row 0.03" in verdict.reason
 
 
 def test_a_row_that_cancels_is_judged_at_the_noise_of_fp32():
@@ -205,7 +205,7 @@ def test_most_draws_or_their_whole_beyond_the_limit_fail():
     assert not numerics.redraw({"a": judged_at(2.0)}, Draws(1.2, 1.1, 0.1), 3)["a"].passed
     # The median is fine; the three draws as one tensor are not.
     found = numerics.redraw({"a": judged_at(2.0)}, Draws(0.1, 0.1, 3.0), 3)["a"]
-    assert found.reason.startswith("whole ")
+    assert found.reason.startswith("error of the whole ")
 
 
 def test_a_draw_without_a_faint_row_does_not_speak_for_one():
@@ -217,7 +217,7 @@ def test_a_draw_without_a_faint_row_does_not_speak_for_one():
         return {"a": numerics.judge(ours, truth.to(torch.bfloat16), truth)}
 
     found = numerics.redraw(judged(0), judged)["a"]
-    assert found.num_draws and found.reason.startswith("faint_max_at_row_scale ")
+    assert found.num_draws and found.reason.startswith("among faint rows, largest error over its")
 
 
 def test_nan_or_nothing_in_a_further_draw_fails():

@@ -48,6 +48,21 @@ def test_an_op_that_writes_in_place_takes_no_gradient_formula():
     assert x == 1
 
 
+def test_annotations_say_the_schema_of_an_op_that_is_named_alone():
+    def halves(x: torch.Tensor) -> list[torch.Tensor]:
+        return [half.clone() for half in x.chunk(2)]
+
+    op = register_op(
+        "nearlight_test_namespace::halves",
+        halves,
+        fake=lambda x: [torch.empty_like(half) for half in x.chunk(2)],
+        cost=lambda args, kwargs, out: Cost(),
+        backward=lambda ctx, douts: torch.cat(douts),
+    )
+    assert str(op._schema).endswith("halves(Tensor x) -> Tensor[]")
+    opcheck(op, (torch.randn(4, requires_grad=True),))
+
+
 def test_an_op_of_another_namespace_that_is_defined_again_replaces_the_former():
     def define(factor):
         name = "nearlight_test_namespace::times"

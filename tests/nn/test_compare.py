@@ -49,7 +49,7 @@ def test_the_first_module_that_differs_is_named(model: nn.Module, batch: Any) ->
         changed.second.bias[1] += 1e-3
     first = compare_models(model, changed, batch, loss).first
     assert first is not None and (first.module, first.quantity) == ("second", "output")
-    assert first.judgement is not None and "max_at_row_scale" in first.reason
+    assert first.judgement is not None and "largest error over its row's scale" in first.reason
 
 
 def test_a_wrong_backward_alone_is_found_where_it_is(model: nn.Module, batch: Any) -> None:

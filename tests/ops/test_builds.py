@@ -11,7 +11,7 @@ from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.rms_norm import registration as rms_norm
 from nearlight.ops.rope import registration as rope
 from nearlight.ops.swiglu import registration as swiglu
-from nearlight.workbench.trial import launches
+from nearlight.workbench.launches import launches
 
 ARCHES = sorted({gpu.arch.rstrip("a") for gpu in GPUS.values()})
 

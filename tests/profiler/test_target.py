@@ -14,6 +14,7 @@ from nearlight.profiler.target import PRESETS, from_model, load
         ("xyzzy", r"unknown target 'xyzzy': It is a preset \(smollm2-135m, "),
         ("", r"unknown target ''"),
         ("no/such/folder", r"no/such/folder: there is no such folder"),
+        ("meta-llama/Llama-3.1-8B", r"did you mean the preset llama-3\.1-8b\? "),
         ("train.py", r"train\.py:function"),
     ],
 )

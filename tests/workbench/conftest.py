@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from nearlight.core.cost import Cost
+from nearlight.core.op import Case, Op
+from nearlight.workbench.check import check
 
 OP_FILE = """
 import ctypes, os, signal, subprocess, sys, time
@@ -56,3 +61,38 @@ def write_op(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def one_matrix(case, device, generator):
+    """Return x of a case's sizes."""
+    x = torch.randn(*case.shape.values(), generator=generator, device=device)
+    return {"x": x.to(case.dtype).requires_grad_()}
+
+
+@pytest.fixture
+def plain_op() -> Callable[..., Op]:
+    """Make an op of Python functions: `(function, reference=function, **fields of Op)`."""
+
+    def make(function, reference=None, dtype=torch.float32, **fields) -> Op:
+        shapes = ({"rows": 3, "columns": 5}, {"rows": 6, "columns": 7})
+        given = {
+            "make_inputs": one_matrix,
+            "cases": [],
+            "check_cases": [Case("small", shape, dtype) for shape in shapes],
+            "cost": lambda case: {"forward": Cost(), "forward_backward": Cost()},
+            "extra_bytes": lambda case: 1 << 20,
+        }
+        return Op("plain", function, reference or function, **{**given, **fields})
+
+    return make
+
+
+@pytest.fixture
+def failures() -> Callable[..., dict[str, str]]:
+    """Return how an op breaks each property that it breaks: `(op, *names)`."""
+
+    def found(op, *only: str) -> dict[str, str]:
+        report = check(op, only=only or None)
+        return {r["property"]: r["reason"] for r in report.rows if r["status"] == "failed"}
+
+    return found

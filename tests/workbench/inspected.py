@@ -32,6 +32,12 @@ def _tuned_kernel(x_ptr: "*fp32", BLOCK: tl.constexpr):  # noqa: F722  # the sam
 
 
 @triton.jit
+def _fp8_kernel(x_ptr: "*fp8e4nv", y_ptr: "*fp32"):  # noqa: F722  # the same
+    offsets = tl.arange(0, 16)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets).to(tl.float32))
+
+
+@triton.jit
 def _broken_kernel(x_ptr: "*fp32"):  # noqa: F722  # the same
     offsets = tl.arange(0, 15)
     tl.store(x_ptr + offsets, 0.0)

@@ -98,7 +98,7 @@ def test_a_crash_before_the_first_input_says_so(tmp_path: Path, write_op: WriteO
     file.write_text(text.replace("check_cases=[", "check_cases=map(os._exit, [4]) or [", 1))
     (row,) = check_apart(str(file), only=["values"]).rows
     assert row["reason"] == "ended the process with exit code 4 while inputs were chosen"
-    assert row["reproduce"].endswith(f"check(load_op('{file}:OP'), device='cpu', only=['values']))")
+    assert row["reproduce"].endswith(f"reproduce('{file}:OP', 'values')")
 
 
 def test_what_an_op_prints_stays_out_of_the_report(write_op: WriteOp, tmp_path: Path):

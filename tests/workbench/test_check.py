@@ -15,6 +15,7 @@ from nearlight.core.op import Case
 from nearlight.core.versions import versions
 from nearlight.workbench.check import ON_REQUEST, check, chosen, each_row, load_op, reproduce
 from nearlight.workbench.properties import PROPERTIES
+from nearlight.workbench.verdict import source_of
 
 TWINS = Path(__file__).with_name("twins.py")
 
@@ -70,12 +71,11 @@ def test_an_op_without_kernels_is_said_to_be_plain():
     assert "no nearlight kernel" in check(plain, quick=True).setup
 
 
-def test_fp64_alone_is_not_applicable():
-    op = twin("")
+def test_fp64_alone_is_judged_and_products_in_fp32_are_found():
     only_wide = [Case("wide", {"rows": 4, "columns": 4}, torch.float64)]
-    report = check(dataclasses.replace(op, check_cases=only_wide), only=["layouts"])
-    assert report.rows[0]["status"] == "not applicable"
-    assert report.proof is not None and not report.proof.passed
+    report = check(dataclasses.replace(twin(""), check_cases=only_wide), only=["values"])
+    assert report.rows[0]["status"] == "failed"
+    assert report.rows[0]["reason"].startswith("output: largest error over its row's scale")
 
 
 def test_bad_input_is_refused_with_what_is_allowed(tmp_path: Path):
@@ -113,6 +113,99 @@ def test_a_file_that_does_not_import_is_bad_input_at_its_line(tmp_path: Path):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(BadInput, match=complaint):
             load_op(str(file))
+
+
+FACTORY = """
+import dataclasses
+from {helpers} import factor
+from {base} import OP as BASE
+
+def make(name):
+    reference = lambda x: factor * x
+    return dataclasses.replace(BASE, name=name, reference=reference)
+"""
+
+
+def write_package(folder: Path, twice: Path) -> Path:
+    """Write a package with an op made by another file of it, beside a folder of the same stems."""
+    (folder / "kit" / "ops").mkdir(parents=True)
+    (folder / "kit" / "__init__.py").touch()
+    (folder / "kit" / "ops" / "__init__.py").touch()
+    (folder / "kit" / "helpers.py").write_text("factor = 3\n", encoding="utf-8")
+    twice.rename(folder / "kit" / "ops" / "twice.py")
+    factory = FACTORY.format(helpers="kit.helpers", base=".ops.twice")
+    (folder / "kit" / "factory.py").write_text(factory, encoding="utf-8")
+    file = folder / "kit" / "ops" / "thrice.py"
+    file.write_text("from ..factory import make\nTHRICE = make('thrice')\n", encoding="utf-8")
+    return file
+
+
+def test_a_file_imports_what_lies_beside_it_and_in_its_package(tmp_path: Path, write_op):
+    file = write_package(tmp_path, write_op())
+    op = load_op(f"{file}:THRICE")
+    assert op.name == "thrice" and source_of(op) == f"{file}:THRICE"
+    # A file of the same stem and name is another one.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "beside.py").write_text("from twice import OP\n", encoding="utf-8")
+    write_op().rename(other / "twice.py")
+    (other / "thrice.py").write_text("from beside import OP as THRICE\n", encoding="utf-8")
+    twice = load_op(f"{other / 'thrice.py'}:THRICE")
+    assert twice.name == "twice" and source_of(op) == f"{file}:THRICE"
+    (other / "beside.py").write_text("x = 1 / 0\n", encoding="utf-8")
+    sys.modules.pop("beside")
+    with pytest.raises(BadInput, match=r"beside\.py:1: ZeroDivisionError"):
+        load_op(f"{other / 'thrice.py'}:THRICE")
+
+
+def test_a_record_without_a_reference_is_bad_input(tmp_path: Path, write_op):
+    file = write_op()
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("reference=reference,", "reference=None,"), encoding="utf-8")
+    with pytest.raises(BadInput, match="OP has reference=None; give it a function"):
+        load_op(str(file))
+    file.write_text(text.replace("reference=reference,", ""), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"twice\.py:\d+: TypeError: .*'reference'"):
+        load_op(str(file))
+    with pytest.raises(BadInput, match=r"named by the Python file that launches axpy\.cu"):
+        load_op("axpy.cu")
+
+
+def test_every_line_that_reproduces_runs_as_it_is_printed(tmp_path: Path, write_op):
+    """Of a factory's record, of options without a literal, of what fails before an input is."""
+    file = write_package(tmp_path, write_op())
+    infinite = tmp_path / "infinite.py"
+    text = (tmp_path / "kit" / "ops" / "twice.py").read_text(encoding="utf-8")
+    text = text.replace("backend=", "limit=(0.0,), backend=").replace("pass", "x = x + 1", 1)
+    text = text.replace("def reference(x)", "def reference(x, limit)")
+    text = text.replace("torch.float32)", 'torch.float32, {"limit": (float("inf"),)})')
+    infinite.write_text(text, encoding="utf-8")
+    broken = tmp_path / "broken.py"
+    text = text.replace("x = x + 1", "raise OSError('no disk')")
+    broken.write_text(text, encoding="utf-8")
+    for source, prop, complaint in (
+        (f"{file}:THRICE", "values", "AssertionError: output: "),
+        (str(infinite), "values", "AssertionError: output: "),
+        (str(broken), "poison", "AssertionError: raised OSError: no disk at broken.py:"),
+    ):
+        (row,) = check(load_op(source), only=[prop]).rows
+        run = subprocess.run(
+            [sys.executable, "-c", row["reproduce"]], capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 1, (row["reproduce"], run.stderr)
+        assert run.stderr.splitlines()[-1].startswith(complaint), run.stderr
+        assert row["reason"] in run.stderr
+    assert "reproduce('" in row["reproduce"] and row["reproduce"].endswith("'poison')")
+    assert row["reason"].endswith(" in twice, while inputs were chosen")
+
+
+def test_a_record_that_no_file_holds_is_called_op():
+    wrong = dataclasses.replace(twin(""), function=lambda x, weight, backend="auto": x + weight)
+    (row,) = check(wrong, only=["values"]).rows
+    code, _, remark = row["reproduce"].partition("  # ")
+    assert remark == "op: the Op called scale (sound)"
+    with pytest.raises(AssertionError, match="^output: "):
+        exec(code, {"op": wrong})
 
 
 def test_the_sanitizer_runs_where_it_is_asked_for():

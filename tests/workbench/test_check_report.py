@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_report, broken
@@ -9,8 +11,8 @@ from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_rep
 HEADER = Header("scale", "my_op.py", False, "cpu", "", {"torch": "2"})
 PASSED = Row(1, "values", "passed", 3, "", "", 0.1, ["k"])
 FAILED = Row(2, "layouts", "failed", 1, "output differs", "reproduce(1)", 0.1)
-GPU = Row(9, "determinism", NOT_APPLICABLE, 0, "proves nothing here: run it on a GPU", "", 0.0)
-NEVER = Row(4, "size", NOT_APPLICABLE, 0, "the record names no case", "", 0.0)
+GPU = Row(9, "determinism", NOT_APPLICABLE, 0, "proves nothing here", "", 0.0, needs_gpu=True)
+NEVER = Row(4, "size", NOT_APPLICABLE, 0, "the record names no case for a GPU", "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,14 @@ def test_the_answer_counts_what_holds_and_what_needs_a_gpu(rows, answer, passed)
     assert report.answer == answer
     assert report.proof is not None and report.proof.passed is passed
     assert bool(broken(report)) is not passed
+
+
+def test_a_proof_without_values_is_incomplete():
+    report = as_report(HEADER, [replace(GPU, property="values"), replace(PASSED, property="size")])
+    assert report.proof is not None and report.proof.passed and report.proof.is_partial
+    assert "proof incomplete: compiled and read, values not run" in str(report)
+    assert "proof passed: " in str(as_report(HEADER, [PASSED, GPU]))
+    assert "proof failed: " in str(as_report(HEADER, [replace(GPU, property="values"), FAILED]))
 
 
 def test_on_a_gpu_nothing_needs_one():

@@ -44,7 +44,7 @@ def test_overflow_in_one_row_leaves_the_others_as_they_are():
     plain = truth.half()
     wrong = plain.clone()
     wrong[1] = 0
-    assert "worst_row" in tensor_differs(wrong, plain, truth)
+    assert "error of the worst row" in tensor_differs(wrong, plain, truth)
 
 
 def test_a_missing_gradient_and_a_needless_one_are_named():
@@ -127,5 +127,5 @@ def test_what_is_left_of_terms_that_cancel_is_held_to_the_terms():
         return {"x": torch.ones(2, 8, dtype=torch.float64)}
 
     assert settled(eps, terms) == ""
-    assert settled(3 * eps, terms).startswith("gradient of x: max_at_row_scale")
-    assert settled(eps, None).startswith("gradient of x: max_at_row_scale")
+    assert settled(3 * eps, terms).startswith("gradient of x: largest error over its row's scale")
+    assert settled(eps, None).startswith("gradient of x: largest error over its row's scale")

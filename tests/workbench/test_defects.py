@@ -13,6 +13,7 @@ import pytest
 import nearlight
 from nearlight.workbench.apart import check_apart
 from nearlight.workbench.check import check, load_op
+from nearlight.workbench.properties import PROPERTIES
 
 TABLE = runpy.run_path(str(Path(__file__).parent / "defects" / "table.py"))
 DEFECTS = TABLE["DEFECTS"]
@@ -21,6 +22,8 @@ WITH_GPU = [defect for defect in DEFECTS if defect.needs_gpu]
 RESULTS = Path(nearlight.__file__).parent / "data" / "results" / "h200" / "defects.json"
 # What a defect of this property does to the process that meets it.
 MAY_CRASH = ("size",)
+# What is read in machine code, of which each row says how much.
+READ = ("size", "determinism", "machine code")
 
 
 def name(defect) -> str:
@@ -42,6 +45,14 @@ def test_the_property_that_must_names_it(defect):
     (row,) = report.rows
     assert row["status"] == "failed", row
     assert defect.words in row["reason"]
+
+
+@pytest.mark.parametrize("defect", [d for d in WITH_GPU if d.language == "CUDA C++"], ids=name)
+def test_what_only_a_gpu_shows_is_never_passed_without_one(defect):
+    report = check(load_op(defect.target), only=[p.name for p in PROPERTIES if p.name not in READ])
+    assert not {row["status"] for row in report.rows} - {"not applicable"}
+    assert all("on a GPU" in r["reason"] for r in report.rows if r["property"] != "sanitizer")
+    assert report.proof is not None and not report.proof.passed
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def op_with(fault: str) -> Op:
     ("fault", "prop", "words"),
     [
         ("every program takes the first tile", "shapes", "elements are NaN"),
-        ("reads without a mask", "poison", "read 0 bytes past the end of x"),
+        ("reads without a mask", "poison", "read right past the end of x"),
     ],
 )
 def test_it_is_found_and_shown_by_one_line(fault: str, prop: str, words: str):

@@ -109,7 +109,7 @@ def test_an_op_without_kernels_for_an_arch_says_so_beside_the_others(monkeypatch
         inspect(f"{HERE / 'twins.py'}:UNKNOWN_FAMILY", ["sm_80"])
 
 
-@pytest.mark.parametrize("archs", [["sm_91"], ["sm_80", ""], ["hopper"]])
+@pytest.mark.parametrize("archs", [["sm_91"], ["sm_80", ""], ["hopper"], ["h100"]])
 def test_an_unknown_arch_is_refused(archs):
     with pytest.raises(BadInput, match="allowed are sm_75, sm_80"):
         inspect(CU, archs)
@@ -128,13 +128,52 @@ def test_what_does_not_compile_shows_the_compilers_lines(tmp_path):
         inspect(f"{PY}:_product_kernel")
 
 
+def test_an_op_with_a_kernel_that_no_arch_takes_is_refused(tmp_path):
+    (tmp_path / "sound.cu").write_text("__global__ void sound(int* x) { x[0] = 1; }\n")
+    broken = tmp_path / "broken.cu"
+    broken.write_text("\n__global__ void broken(int* x) { x[0] = y; }\n")
+    file = tmp_path / "op.py"
+    file.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "from dataclasses import replace\nfrom pathlib import Path\nimport twins\n"
+        "from nearlight.core.cuda import Kernel\nfrom nearlight.core.op import KernelBuild\n"
+        "builds = [KernelBuild(Kernel(Path(__file__).with_name(f'{n}.cu'), n), {}, {})\n"
+        "          for n in ('sound', 'broken')]\n"
+        "OP = replace(twins.OP, builds=lambda arch: builds)\n"
+        "FAILS = replace(twins.OP, builds=lambda arch: len(arch + 1))\n"
+    )
+    with pytest.raises(BadInput, match=r'broken.cu\(2\): error: identifier "y" is undefined'):
+        inspect(str(file), ["sm_80", "sm_90"])
+    broken.unlink()
+    with pytest.raises(BadInput, match="No such file or directory: '.*broken.cu'"):
+        inspect(str(file), ["sm_80"])
+    with pytest.raises(BadInput, match="the builds of .*op.py:FAILS fail: TypeError: can only"):
+        inspect(f"{file}:FAILS", ["sm_80"])
+
+
+def test_an_arch_without_a_type_stands_beside_those_that_have_it(tmp_path):
+    report = inspect(f"{PY}:_fp8_kernel", ["sm_80", "sm_90"])
+    refused, taken = report.rows
+    assert "fp8e4nv not supported" in refused["refusal"] and taken["registers"] > 0
+    assert report.answer.endswith("no machine code on sm_80")
+    with pytest.raises(BadInput, match=r"inspected.py:\d+: .*fp8e4nv not supported"):
+        inspect(f"{PY}:_fp8_kernel", ["sm_80"])
+
+
 def test_one_arch_may_refuse_what_another_takes(tmp_path):
     file = tmp_path / "own.cu"
-    file.write_text('__global__ void f() { asm volatile("wgmma.fence.sync.aligned;"); }\n')
+    wgmma = 'asm volatile("wgmma.fence.sync.aligned;");'
+    file.write_text(f"__global__ void f(int n) {{\n  {wgmma}\n  {wgmma}\n}}\n")
     report = inspect(str(file), ["sm_80", "sm_90"])
     refused, taken = report.rows
-    assert "wgmma" in refused["refusal"] and taken["registers"] > 0
-    assert "no machine code on sm_80" in report.answer
+    assert taken["kernel"] == "f" and taken["registers"] > 0
+    assert [place.partition(" ")[0] for place in refused["refusal"].split("; ")] == [
+        "own.cu(2):", "own.cu(3):",
+    ]  # fmt: skip
+    assert "wgmma" in refused["refusal"] and report.setup.startswith("1 kernel, ")
+    assert report.answer == f"{file}: no machine code on sm_80 (all kernels)"
+    with pytest.raises(BadInput, match=r"own.cu\(2\): error   : Instruction 'wgmma.fence'"):
+        inspect(str(file), ["sm_80"])
 
 
 def test_two_targets_take_one_arch():

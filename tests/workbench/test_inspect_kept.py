@@ -67,6 +67,17 @@ def test_an_answer_holds_until_a_launch_is_tuned(calls, tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
+def test_an_answer_is_not_kept_where_a_macro_names_a_header(calls, tmp_path):
+    (tmp_path / "k.cu").write_text(
+        '#define HEADER "value.cuh"\n#include HEADER\n__global__ void f(int* x) { *x = VALUE; }\n'
+    )
+    found = []
+    for value in ("1", "x[1]"):
+        (tmp_path / "value.cuh").write_text(f"#define VALUE {value}\n")
+        found += inspect_kept(str(tmp_path / "k.cu"), ["sm_80"]).rows
+    assert len(calls) == 2 and [row["global_loads"] for row in found] == [0, 1]
+
+
 def test_errors_are_not_kept(calls, tmp_path):
     for _ in range(2):
         with pytest.raises(BadInput, match="no file"):

@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from nearlight.core import cuda
 from nearlight.core.errors import BadInput
+from nearlight.workbench.inspect import inspect
 from nearlight.workbench.inspect_target import Options, find
 
 HERE = Path(__file__).parent
@@ -13,6 +15,72 @@ PRODUCT = Options(types="a_ptr=*fp16,c_ptr=*fp32", constants="PRECISION='ieee',B
 
 def builds(name, **options):
     return find(name, Options(**options)).builds("sm_90a")
+
+
+HIDDEN = """
+#define KERNEL(name) __global__ void name##_kernel(float* x) { x[0] = 1; }
+KERNEL(made)
+namespace outer { namespace inner {
+__global__ void deep(int* x) { x[0] = 2; }
+template <typename T, int N> __global__ void filled(T* x) { x[0] = N; }
+template __global__ void filled<float, 4>(float*);
+template <int N, bool B> __global__ void loose(int* x) { x[0] = B ? N : 0; }
+} }
+namespace { __global__ void unnamed(void (*f)(int), int* x) { x[0] = 3; } }
+static __global__ void twice(int* x) { x[0] = 4; }
+static __global__ void twice(float* x) { x[0] = 4; }
+#if 0
+__global__ void off(int* x) { x[0] = 5; }
+#endif
+extern "C" __global__ void c(int* x) { x[0] = 6; }
+"""
+FOUND = ["made_kernel", "outer::inner::deep", "outer::inner::filled<float, 4>", "unnamed",
+         "twice(int*)", "twice(float*)", "c"]  # fmt: skip
+
+
+@pytest.fixture
+def hidden(tmp_path):
+    file = tmp_path / "hidden.cu"
+    file.write_text(HIDDEN)
+    return file
+
+
+def test_the_compiler_says_which_kernels_a_file_has(hidden):
+    assert [build.kernel.name for build in builds(str(hidden))] == FOUND
+    assert [b.kernel.name for b in builds(f"{hidden}:deep")] == FOUND[1:2]
+    assert [b.kernel.name for b in builds(f"{hidden}:inner::filled")] == FOUND[2:3]
+    assert [b.kernel.name for b in builds(f"{hidden}:twice")] == FOUND[4:6]
+    assert [b.kernel.name for b in builds(f"{hidden}:twice(int*)")] == FOUND[4:5]
+    (build,) = builds(f"{hidden}:outer::inner::filled<int, 8>")
+    assert build.kernel.compile("sm_90a").symbol == "_ZN5outer5inner6filledIiLi8EEEvPT_"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("off", "no kernel 'off'; name one as '.*hidden.cu:NAME', it defines: made_kernel"),
+        ("loose", r"loose is a template: name its arguments, '.*:outer::inner::loose<4, true>'"),
+        ("loose<4, true>", r"true>' \(identifier .loose. is undefined\).*inner::loose<4, true>"),
+        ("outer::inner::loose<4>", r"cannot determine which instance.*inner::loose<4, true>"),
+    ],
+)
+def test_a_name_that_the_compiler_does_not_know_is_answered_by_those_it_does(hidden, name, message):
+    with pytest.raises(BadInput, match=message):
+        builds(f"{hidden}:{name}")
+
+
+def test_a_file_is_compiled_once_for_all_its_kernels(hidden, monkeypatch, tmp_path):
+    compiled = []
+
+    def counted(*arguments):
+        compiled.append(arguments[3])
+        return original(*arguments)
+
+    original = cuda._compile
+    monkeypatch.setattr(cuda, "_compile", counted)
+    monkeypatch.setenv("NEARLIGHT_CACHE", str(tmp_path / "cache"))
+    report = inspect(str(hidden), ["sm_80", "sm_90"])
+    assert compiled == ["sm_80", "sm_90a"] and len(report.rows) == 2 * len(FOUND)
 
 
 def test_a_cuda_file_gives_its_kernels_but_templates():
@@ -49,6 +117,20 @@ def test_what_is_missing_stands_in_the_message_to_be_pasted():
     assert len(find(f"{PY}:_product_kernel", PRODUCT).builds("sm_80")) == 1
 
 
+def test_a_guess_is_a_pointer_where_an_address_begins_with_it(tmp_path):
+    file = tmp_path / "k.py"
+    file.write_text(
+        "import triton\nimport triton.language as tl\n"
+        "@triton.jit\ndef f(x, bias, out, n, x_stride):\n"
+        "    offsets = n + tl.arange(0, 16)\n"
+        "    row = x + offsets * x_stride\n"
+        "    tl.store(out + offsets, tl.load(row + 1) + tl.load(bias))\n"
+    )
+    with pytest.raises(BadInput, match="Correct") as error:
+        find(f"{file}:f", Options())
+    assert str(error.value).endswith("'x=*bf16,bias=*bf16,out=*bf16,n=i32,x_stride=i64'")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -65,23 +147,24 @@ def test_what_is_missing_stands_in_the_message_to_be_pasted():
         (f"{PY}:_cpy_kernel", {}, "name one of _copy_kernel"),
         (f"{PY}:_copy_kernel", {"types": "xptr=*fp32"}, "did you mean x_ptr"),
         (f"{PY}:_copy_kernel", {"types": "n"}, "NAME=VALUE"),
-        (f"{PY}:_copy_kernel", {"types": "n=int"}, "n=int: allowed are i1"),
+        (f"{PY}:_copy_kernel", {"types": "n=int"}, "n=int: allowed are i1.*did you mean i32"),
+        (f"{PY}:_copy_kernel", {"types": "x_ptr=*torch.float16"}, "did you mean fp16"),
         (f"{PY}:_copy_kernel", {"constants": "BLOCK=tl.flot32"}, "allowed are numbers"),
     ],
 )
 def test_bad_input_is_named(name, options, message):
     with pytest.raises(BadInput, match=message):
-        find(name, Options(**options))
+        builds(name, **options)
 
 
 def test_a_file_of_templates_alone_says_how_to_name_one(tmp_path):
     file = tmp_path / "k.cu"
     file.write_text("template <typename T> __global__ void copy(T* x) {}\n")
     with pytest.raises(BadInput, match="only templates.*it defines: copy<float>"):
-        find(str(file), Options())
+        builds(str(file))
     file.write_text("__device__ void f() {}\n")
-    with pytest.raises(BadInput, match="it defines: none"):
-        find(str(file), Options())
+    with pytest.raises(BadInput, match="no kernel;.*it defines: none"):
+        builds(str(file))
 
 
 def test_options_of_a_mixed_pair_go_where_they_are_meant():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,14 @@ from nearlight.workbench import bench
 from nearlight.workbench.check import check, load_op
 from nearlight.workbench.new import LANGUAGES, new, render
 
+edit = runpy.run_path(str(Path(__file__).with_name("edited.py")))["edit"]
 ORDER = "reference Config config forward backward _backward_op _forward_op gain OP".split()
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """Leave the folders of the loaded files off the path: an op must not hide what is there."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +77,41 @@ def test_the_written_test_passes(written, lang):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout or torch.cuda.is_available()
+
+
+def edited(file: Path, lang: str, right: str = "", wrong: str = "") -> Op:
+    """Return x · sigmoid(x), made from a new op at the three places, with a fault if asked for."""
+    new(file.stem, lang, file.parent)
+    edit(file, lang)
+    text = file.read_text("utf-8")
+    assert right in text
+    file.write_text(text.replace(right, wrong), "utf-8")
+    return load_op(str(file))
+
+
+def test_edits_at_the_three_places_make_another_op_with_other_arguments(tmp_path):
+    report = check(edited(tmp_path / "silu.py", "triton"), quick=True)
+    assert report.proof.passed, report.rows
+    assert "_bwd_kernel" in report.proof.method
+
+
+def test_a_fault_of_such_an_edit_is_found(tmp_path):
+    op = edited(
+        tmp_path / "wrong_silu.py", "triton", "(1.0 + x * (1.0 - s))", "(1.0 - x * (1.0 - s))"
+    )
+    (row,) = check(op, quick=True, only=["values"]).rows
+    assert row["status"] == "failed" and "gradient of x" in row["reason"]
+
+
+def test_the_same_edits_in_cuda_compile_and_a_launch_that_does_not_fit_is_found(tmp_path):
+    builds = edited(tmp_path / "cuda_silu.py", "cuda").builds("sm_90")
+    names = [compile_build(build, "sm_90").name for build in builds]
+    assert ["silu_fwd" in names[0], "silu_bwd" in names[1]] == [True, True]
+    # Without a GPU the backward is never launched but here.
+    right, wrong = "dy, x, dx, *x.shape", "dy, x, dx, x.shape[0]"
+    op = edited(tmp_path / "short_silu.py", "cuda", right, wrong)
+    with pytest.raises(TypeError, match=r"silu.cu:17: short_silu_bwd<.* takes 9 arguments .*got 8"):
+        op.builds("sm_90")
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)

@@ -19,7 +19,9 @@ from nearlight.workbench.check import load_op
 from nearlight.workbench.offsets import narrow_products
 
 CUDA = Path(__file__).parent / "kernels" / "offsets.cu"
-FAULTY = ("row_times_stride", "unsigned_row", "counter_times_size", "loaded_row")
+FAULTY = (
+    "row_times_stride", "unsigned_row", "counter_times_size", "loaded_row", "counter_of_many",
+)  # fmt: skip
 SOUND = ("wide", "grid_stride", "column_of", "chunk_of_rows", "shared_rows", "signed_counter")
 
 
@@ -162,6 +164,40 @@ def test_a_stride_of_64_bits_is_sound():
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "M": "i32", "N": "i32", "stride": "i64"}
     build = KernelBuild(_row_times_stride, signature, {"BLOCK": 32})
     assert narrow_products(compile_build(build, "sm_90")) == []
+
+
+@jit
+def _any_number(x_ptr, y_ptr, num_elements, IS_WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
+    offsets = pid * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_elements
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, inside), inside)
+
+
+@jit
+def _tile_of_columns(x_ptr, y_ptr, N, IS_WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    x = tl.load(x_ptr + row * N + columns, columns < N)
+    tl.store(y_ptr + row * N + columns, x, columns < N)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_wide", "size", "is_sound"),
+    [
+        (_any_number, False, "i64", False),
+        (_any_number, False, "i32", True),
+        (_any_number, True, "i64", True),
+        (_tile_of_columns, False, "i64", True),
+    ],
+)
+def test_an_index_is_held_to_a_count_of_64_bits(kernel, is_wide, size, is_sound):
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", kernel.arg_names[2]: size}
+    build = KernelBuild(kernel, signature, {"IS_WIDE": is_wide, "BLOCK": 64})
+    found = narrow_products(compile_build(build, "sm_90"))
+    first = inspect.getsourcelines(kernel.fn)[1]
+    assert named_lines(found, Path(__file__).name) == ([] if is_sound else [first + 3])
+    assert all("product of an index and a constant" in line for line in found)
 
 
 @pytest.mark.parametrize("name", OPS)

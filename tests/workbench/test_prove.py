@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import nearlight
 from nearlight.core.errors import BadInput
 from nearlight.workbench import prove, record
 from nearlight.workbench.apart import check_apart
 from nearlight.workbench.check import load_op
+from nearlight.workbench.new import new
 from nearlight.workbench.properties import PROPERTIES
 
 TWINS = Path(__file__).with_name("twins.py")
@@ -92,6 +95,31 @@ def test_an_op_of_the_users_is_proved_once(write_op: WriteOp, monkeypatch: pytes
     assert f"reproduce('{file}:OP', 'values'" in lines[2]
     assert json.loads((file.parent / ".nearlight/proofs/twice.OP.json").read_text()) == kept
     assert len(checks) == 2
+
+
+def test_what_was_not_run_without_a_gpu_is_said_each_time_and_kept(tmp_path, monkeypatch):
+    new("unrun_gain", "cuda", tmp_path)
+    file = tmp_path / "unrun_gain.py"
+    told = re.escape(str(file)) + r"(:OP)?: values, layouts, poison not run, for CUDA C\+\+ needs"
+    for op in (str(file), str(file), load_op(f"{file}:OP")):  # the first is proved
+        with pytest.warns(UserWarning, match=told):
+            nearlight.assert_proved(op, quick=True)
+    kept = json.loads((tmp_path / ".nearlight/proofs/unrun_gain.OP.json").read_text())
+    found = {row["property"]: row["status"] for row in kept["properties"]}
+    assert found == {
+        **dict.fromkeys(("values", "layouts", "poison"), "not run"),
+        "machine code": "passed",
+    }
+    with pytest.warns(UserWarning, match="in memory: values, layouts, poison not run"):
+        nearlight.assert_proved(replace(load_op(str(file)), name="in memory"), quick=True)
+    # On a machine with a GPU such a record proves nothing.
+    path = record.beside(str(file))
+    assert (
+        record.outdated(path, kept["sources"], True, "cuda") == "it was proved on cpu, this is cuda"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(AssertionError, match=f"{told} a GPU, which is here: .*device='cuda'"):
+        nearlight.assert_proved(str(file), quick=True)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_does_no_harm(write_op: WriteOp):

@@ -9,6 +9,7 @@ import pytest
 
 # Here and not in a test: pytester forgets what a test imports, and torch cannot be loaded twice.
 from nearlight.workbench import pytest as plugin
+from nearlight.workbench.new import new
 from nearlight.workbench.properties import PROPERTIES
 
 pytest_plugins = ["pytester"]
@@ -49,6 +50,14 @@ def test_quick_takes_the_quick_properties_and_more_ops(
     result.stdout.fnmatch_lines(["swiglu::OP[[]poison] PASSED*", "*my_op.py:7: NameError: *"])
 
 
+def test_an_op_is_proved_in_one_child(run, pytester: pytest.Pytester, write_op: WriteOp):
+    write_op(top="open(__file__ + '.loaded', 'a').write('x')").rename(pytester.path / "my_op.py")
+    run("--nearlight-op", "my_op.py", "-k", "values or poison or extremes").assert_outcomes(
+        passed=3, deselected=num_properties() - 3
+    )
+    assert (pytester.path / "my_op.py.loaded").read_text() == "x"
+
+
 def test_a_file_that_is_not_there_is_a_usage_error(run):
     result = run("--nearlight-op", "absent.py")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -79,6 +88,17 @@ def test_the_fixture_proves_files_beside_the_test_and_records(
             "  import torch; from nearlight.workbench.check import reproduce; *bad.py:OP*",
         ]
     )
+
+
+def test_the_fixture_warns_of_what_was_not_run(run, pytester: pytest.Pytester):
+    new("piece", "cuda", pytester.path)
+    (pytester.path / "test_piece.py").write_text(
+        "def test_piece(check_op):\n    check_op('piece.py', only=['values', 'machine code'])\n",
+        encoding="utf-8",
+    )
+    result = run("test_piece.py")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*piece: 1 of 1 properties hold, 1 needs a GPU: *values not run*"])
 
 
 def num_properties(quick: bool = False) -> int:

@@ -65,6 +65,29 @@ def test_sources_of_a_users_file_hold_what_it_imports_and_names_beside_it(tmp_pa
     assert list(record.file_sources(file)) == ["my_op.py"]
 
 
+def test_sources_hold_what_is_imported_from_the_users_own_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("pack/ops", "elsewhere", "site-packages"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("pack/__init__.py", "pack/ops/__init__.py", "pack/factory.py", "elsewhere/far.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "pack" / "factory.py").write_text("import pack.deep\nimport far\nimport torch\n")
+    (tmp_path / "pack" / "deep.py").write_text("from nearlight.ops.rms_norm import rms_norm\n")
+    file = tmp_path / "pack" / "ops" / "my_op.py"
+    file.write_text("import json\nfrom ..factory import make\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    assert list(record.file_sources(file)) == [
+        "../../elsewhere/far.py",
+        "../__init__.py",
+        "../deep.py",
+        "../factory.py",
+        "__init__.py",
+        "my_op.py",
+        *(n for n in record.sources(load_op("rms_norm"))),
+    ]
+
+
 def test_a_users_record_holds_for_its_versions_and_only_if_it_can_be_read(tmp_path: Path):
     path = record.beside(str(tmp_path / "my_op.py:MINE"))
     assert path == tmp_path.resolve() / ".nearlight" / "proofs" / "my_op.MINE.json"

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from nearlight.workbench.check import load_op
+from nearlight.workbench.launches import launches
 from nearlight.workbench.properties import sanitizer
 from nearlight.workbench.property import NotApplicable
-from nearlight.workbench.trial import Trial, launches
+from nearlight.workbench.trial import Trial
 
 TWINS = Path(__file__).with_name("twins.py")
 

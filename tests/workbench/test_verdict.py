@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -68,11 +71,29 @@ def test_each_input_is_announced_before_it_runs_and_each_smaller_failure_with_it
     assert "{'rows': 4, 'columns': 1}" in row.reproduce
 
 
+@pytest.mark.parametrize(("rows", "smallest", "reason"), [(20, 5, "wrong"), (4, 1, "raised V")])
+def test_the_smallest_input_fails_in_the_same_way(rows: int, smallest: int, reason: str):
+    """A wrong value stays one; an error is made smaller as well."""
+
+    def examine(op, trial, device):
+        if trial.case.shape["rows"] < 5:
+            raise ValueError("fewer than five rows")
+        return "wrong"
+
+    case = Case("", {"rows": rows, "columns": 1}, torch.float32)
+    found = Property(4, "size", "", lambda *_: [Trial(case)], examine)
+    row = prove_property(found, OP, False, "cpu")
+    assert row.reason.startswith(reason)
+    assert f"{{'rows': {smallest}, 'columns': 1}}" in row.reproduce
+
+
 @pytest.fixture
 def cuda_op(tmp_path: Path):
     """The twin with its Triton launch replaced by one in CUDA C++."""
     (tmp_path / "scale.cu").write_text(CU, encoding="utf-8")
-    kernel = cuda.Kernel(tmp_path / "scale.cu", "scale", defines=(("TILE", "32"), ("T", "float")))
+    kernel = cuda.Kernel(
+        tmp_path / "scale.cu", "scale", defines=(("TILE", "32"), ("DTYPE", "float"))
+    )
 
     def scale(x, weight, backend="auto"):
         y = torch.empty_like(x)
@@ -142,6 +163,7 @@ def test_a_property_that_catches_what_cannot_run_does_not_judge_it(cuda_op, swal
     found = Property(4, "size", "", lambda *_: [Trial(case)], examine)
     row = prove_property(found, cuda_op, False, "cpu")
     assert (row.status, row.reason, row.kernels) == (NOT_APPLICABLE, ON_A_GPU, ["scale"])
+    assert row.needs_gpu
 
 
 def test_an_op_is_found_again_by_the_file_that_holds_its_record(tmp_path: Path):
@@ -149,6 +171,9 @@ def test_an_op_is_found_again_by_the_file_that_holds_its_record(tmp_path: Path):
     assert home_of(op) == source_of(op) == f"{TWINS}:OP"
     load_op(str(TWINS))  # once more: the record is no longer the file's own
     assert (home_of(op), source_of(op)) == ("", f"{TWINS}:OP")
+    wrapped = functools.wraps(OP.function)(lambda **inputs: OP.function(**inputs))
+    assert source_of(dataclasses.replace(op, function=wrapped)) == f"{TWINS}:OP"
+    assert source_of(dataclasses.replace(op, function=lambda **inputs: None)) == ""
     assert source_of(load_op(f"{TWINS}:WRONG_FACTOR")) == f"{TWINS}:WRONG_FACTOR"
     assert home_of(load_op("rms_norm")) == "rms_norm"
     # A reference of torch's own does not make torch the op's file.
@@ -158,3 +183,13 @@ def test_an_op_is_found_again_by_the_file_that_holds_its_record(tmp_path: Path):
     plain.write_text(text + "    OP, reference=torch.nn.functional.silu)\n", encoding="utf-8")
     assert source_of(load_op(f"{plain}:PLAIN")) == f"{plain}:PLAIN"
     assert home_of(dataclasses.replace(OP, name="another")) == ""
+
+
+def test_a_file_that_only_imports_a_record_is_not_its_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    op, ours = load_op(str(TWINS)), load_op("rms_norm")
+    importer = ModuleType("test_importer")
+    importer.__file__, importer.OP, importer.OURS = str(tmp_path / "test_importer.py"), op, ours
+    monkeypatch.setitem(sys.modules, "test_importer", importer)  # the last import of all
+    assert (home_of(op), home_of(ours)) == (f"{TWINS}:OP", "rms_norm")

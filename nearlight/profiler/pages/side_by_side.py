@@ -27,7 +27,8 @@ def tables(report: Report) -> Iterator[Table]:
         table.title = f"[bold]{escape(kernel)}[/bold]"
         table.add_column("", no_wrap=True)
         for row in rows:
-            table.add_column(escape(row.get("target", row["arch"])), justify="right")
+            name = escape(row.get("target", row["arch"]))
+            table.add_column(name, justify="right", overflow="fold")
         for key in dict.fromkeys(key for row in rows for key in row if key not in _NAMES):
             if any(row.get(key) for row in rows):
                 table.add_row(key.replace("_", " "), *(escape(_cell(key, row)) for row in rows))

@@ -19,6 +19,7 @@ TOP_OPS = 8
 WORTH_A_REMARK = 0.005
 # A cell of more characters may be broken into lines.
 MAX_UNBROKEN = 26
+_UNDRAWN = ("reproduce", "needs_gpu")
 _SHORT = {"number": "#", "num_trials": "trials"}
 
 
@@ -183,7 +184,8 @@ def _finding(console: Console, number: int, finding: Finding, of_step: bool) -> 
 
 
 def _proof(console: Console, proof: Proof) -> None:
-    verdict = "[green]proof passed[/green]" if proof.passed else "[red]proof failed[/red]"
+    color = {"passed": "green", "incomplete": "yellow", "failed": "red"}[proof.verdict]
+    verdict = f"[{color}]proof {proof.verdict}[/{color}]"
     console.print(f"{verdict}: {escape(proof.method)}", highlight=False)
     if not proof.rows:
         return
@@ -206,7 +208,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Draw rows with no column that is empty, the longest texts last: they alone are broken."""
     texts = {
         key: [cell(key, row.get(key)) for row in rows]
-        for key in dict.fromkeys(key for row in rows for key in row if key != "reproduce")
+        for key in dict.fromkeys(key for row in rows for key in row if key not in _UNDRAWN)
     }
     widths = {key: max(map(len, column)) for key, column in texts.items() if any(column)}
     order = sorted(widths, key=lambda key: widths[key] * (widths[key] > MAX_UNBROKEN))

@@ -95,7 +95,9 @@ def _unknown(target: str) -> str:
             "scripts as such are not taken yet"
         )
     if "/" in target:
-        return f"{target}: there is no such folder"
+        near = difflib.get_close_matches(Path(target).name.lower(), PRESETS, n=1, cutoff=0.8)
+        hint = f"did you mean the preset {near[0]}? " if near else ""
+        return f"{target}: there is no such folder; {hint}It needs a config.json, as on the Hub"
     near = difflib.get_close_matches(target.lower(), PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (

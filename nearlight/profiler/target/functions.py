@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nearlight.core.errors import BadInput, one_line
+from nearlight.core.user_code import split_name
 from nearlight.profiler.target.record import (
     Batch,
     LossFunction,
@@ -72,10 +73,9 @@ def load_function(name: str) -> Callable[[], Made]:
     Raises:
         BadInput: no such file or function, a file that fails, a function that needs arguments.
     """
-    path_text, _, function_name = name.rpartition(":")
-    path = Path(path_text)
-    if not path.is_file():
-        raise BadInput(f"{name}: there is no file {path_text}")
+    path, function_name = split_name(name)
+    if path is None or not path.is_file():
+        raise BadInput(f"{name}: there is no file {path}")
     module = _execute(path, name)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -85,7 +85,7 @@ def load_function(name: str) -> Callable[[], Made]:
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         has = f"it has {', '.join(found)}" if found else "it has no function"
-        raise BadInput(f"{name}: {path_text} has no function {function_name!r}; {has}")
+        raise BadInput(f"{name}: {path} has no function {function_name!r}; {has}")
     try:
         inspect.signature(function).bind()
     except TypeError as error:

@@ -12,7 +12,7 @@ from nearlight.core.machine_code import MachineCode
 from nearlight.core.op import Op
 from nearlight.workbench.property import (
     MAX_DERIVED_SIZE,
-    NotApplicable,
+    NeedsGpu,
     Property,
     any_case,
     base_cases,
@@ -38,7 +38,7 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """The machine code of each arch; on a GPU a small case of each option and a larger one."""
     arches = [arch for arch in ARCHES if op.builds(arch)]
     if device == "cpu" and not arches:
-        raise NotApplicable(
+        raise NeedsGpu(
             "the interpreter runs one program after the other, which proves nothing, and the "
             "record names no builds to look for float atomics in: run it on a GPU"
         )
@@ -64,6 +64,8 @@ def examine(op: Op, trial: Trial, device: str) -> str:
                 "depends on the order in which blocks run"
             )
     remark(f"no float atomics in {plural(len(builds), 'kernel')} on {trial.step}")
+    if device == "cpu" and trial.step == ARCHES[-1]:
+        remark("runs are compared on a GPU alone")
     return ""
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from nearlight.core.op import Inputs, Op
 from nearlight.workbench.compare import Compared, settle
-from nearlight.workbench.property import NotApplicable, Property, base_cases
+from nearlight.workbench.property import Property, base_cases, remark
 from nearlight.workbench.trial import (
     Result,
     Standard,
@@ -23,7 +23,7 @@ from nearlight.workbench.trial import (
     differentiable,
     flatten,
     fresh,
-    in_fp64,
+    held_to,
     kernels,
     make_inputs,
     roots_of,
@@ -31,14 +31,15 @@ from nearlight.workbench.trial import (
     scaled,
     standard,
     tensors,
-    upstream_in_fp64,
 )
 
 FROZEN = "frozen "
 TWO_CALLS, NEW_VALUES, MANY_CALLS = "two calls", "new values in place", "many calls"
+DEFAULT_DTYPE = "default dtype"
 # What a wrong result says in these steps alone.
 BLAMED = {
     NEW_VALUES: "does not follow new values written in place",
+    DEFAULT_DTYPE: "under torch.set_default_dtype(torch.float64)",
     MANY_CALLS: "the 12th call on the same memory does not follow its values",
 }
 # Above this many differentiable inputs, subsets of one, all but one and none are tried.
@@ -51,8 +52,6 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     Many calls take long, so they are made on one case; on a GPU `determinism` makes its own.
     """
     cases = base_cases(op, quick)
-    if not cases:
-        raise NotApplicable("no check case below fp64")
     for index, case in enumerate(cases):
         names = differentiable(make_inputs(op, Trial(case), device))
         left_out = {*([TWO_CALLS] if device != "cpu" else []), *([MANY_CALLS] if index else [])}
@@ -88,14 +87,6 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     return f"{BLAMED[trial.step]}: {reason}" if reason and trial.step in BLAMED else reason
 
 
-def _no_grad(op: Op, expected: Standard) -> Compared | str:
-    return _without_graph(op, expected, torch.no_grad)
-
-
-def _inference_mode(op: Op, expected: Standard) -> Compared | str:
-    return _without_graph(op, expected, torch.inference_mode)
-
-
 def _without_graph(
     op: Op, expected: Standard, mode: Callable[[], AbstractContextManager[Any]]
 ) -> Compared | str:
@@ -121,16 +112,9 @@ def _frozen(op: Op, expected: Standard, frozen: list[str]) -> Compared | str:
     if not roots:
         return f"the output has no gradient, though {', '.join(trainable)} is not frozen"
     # The reference says which outputs depend on what is left.
-    left = replace(
-        expected,
-        plain=run(op.reference, expected.inputs, expected.upstream, trainable),
-        truth=run(
-            op.reference,
-            in_fp64(expected.inputs),
-            upstream_in_fp64(expected.upstream),
-            trainable,
-        ),
-    )
+    compute = partial(run, op.reference, trainable=trainable)
+    left = held_to(compute, expected.inputs, expected.upstream)
+    left = replace(left, terms=expected.terms)
     torch.autograd.backward(roots, above)
     for name in frozen:
         if leaves[name].grad is not None:
@@ -164,17 +148,13 @@ def _backward_twice(op: Op, expected: Standard) -> str:
 
 def _double_backward(op: Op, expected: Standard) -> Compared | str:
     """A gradient of the gradient is right, or raises; a term that vanishes is neither."""
-    inputs, upstream = expected.inputs, expected.upstream
     try:
-        actual = _second_order(op.function, inputs, upstream)
+        actual = _second_order(op.function, expected.inputs, expected.upstream)
     except (RuntimeError, NotImplementedError):
         return ""
-    held_to = replace(
-        expected,
-        plain=_second_order(op.reference, inputs, upstream),
-        truth=_second_order(op.reference, in_fp64(inputs), upstream_in_fp64(upstream)),
-    )
-    return Compared(actual, held_to, "silently wrong second derivative by")
+    reference = partial(_second_order, op.reference)
+    second = held_to(reference, expected.inputs, expected.upstream)
+    return Compared(actual, second, "silently wrong second derivative by")
 
 
 def _second_order(function: Callable[..., object], inputs: Inputs, upstream: Upstream) -> Result:
@@ -198,7 +178,9 @@ def _second_order(function: Callable[..., object], inputs: Inputs, upstream: Ups
     for gradient in above:
         total = total + gradient.double().sum()
     names = [*differentiable(leaves), *(f"upstream {index}" for index in range(len(above)))]
-    second = torch.autograd.grad(total, [*wanted, *above], allow_unused=True)
+    # Not `grad`: it passes by the node in which torch's `once_differentiable` raises.
+    total.backward()
+    second = [leaf.grad for leaf in [*wanted, *above]]
     return Result((), dict(zip(names, second, strict=True)))
 
 
@@ -238,41 +220,79 @@ def _alias(op: Op, expected: Standard) -> str:
     return ""
 
 
-def _scaled_loss(factor: float) -> Callable[[Op, Standard], Compared]:
+def _both(compute: Callable[..., Result], op: Op, inputs: Inputs, upstream: Upstream) -> Compared:
+    """Hold what `compute(function, inputs, upstream)` gives of the op to that of its reference."""
+    expected = held_to(partial(compute, op.reference), inputs, upstream)
+    return Compared(compute(op.function, inputs, upstream), expected)
+
+
+def _scaled_loss(op: Op, expected: Standard, factor: float) -> Compared:
     """Loss × k gives gradient × k."""
-
-    def step(op: Op, expected: Standard) -> Compared:
-        upstream = scaled(expected.upstream, factor)
-        held_to = replace(
-            expected,
-            plain=run(op.reference, expected.inputs, upstream),
-            truth=run(op.reference, in_fp64(expected.inputs), upstream_in_fp64(upstream)),
-            terms=None,  # they are those of another upstream gradient
-        )
-        return Compared(run(op.function, expected.inputs, upstream), held_to)
-
-    return step
+    return _both(run, op, expected.inputs, scaled(expected.upstream, factor))
 
 
 def _accumulated(op: Op, expected: Standard) -> Compared:
     """Two backward passes into one `.grad` give the sum."""
-    halves = (expected.upstream, scaled(expected.upstream, -0.75))
 
-    def accumulate(function: Callable[..., object], inputs: Inputs, is_truth: bool) -> Result:
+    def accumulate(function: Callable[..., object], inputs: Inputs, upstream: Upstream) -> Result:
         leaves = fresh(inputs)
-        for half in halves:
-            upstream = upstream_in_fp64(half) if is_truth else half
-            roots, above = roots_of(flatten(function(**leaves)), upstream)
+        for half in (upstream, scaled(upstream, -0.5)):  # exact in any dtype
+            roots, above = roots_of(flatten(function(**leaves)), half)
             torch.autograd.backward(roots, above)
         return Result((), {name: leaves[name].grad for name in differentiable(leaves)})
 
-    held_to = replace(
-        expected,
-        plain=accumulate(op.reference, expected.inputs, False),
-        truth=accumulate(op.reference, in_fp64(expected.inputs), True),
-        terms=None,
-    )
-    return Compared(accumulate(op.function, expected.inputs, False), held_to)
+    return _both(accumulate, op, expected.inputs, expected.upstream)
+
+
+def _one_output(op: Op, expected: Standard) -> Compared | str:
+    """A loss of one output alone gives its gradient: the others have no upstream gradient."""
+    used = [index for index, gradient in enumerate(expected.upstream) if gradient is not None]
+
+    def each(function: Callable[..., Any], inputs: Inputs, upstream: Upstream) -> Result:
+        found = {}
+        for index in used:
+            alone = [g if index == i else None for i, g in enumerate(upstream)]
+            for name, gradient in run(function, inputs, alone).gradients.items():
+                found[f"{name} from output {index} alone"] = gradient
+        return Result((), found)
+
+    if len(used) < 2:
+        return ""
+    return _both(each, op, expected.inputs, expected.upstream)
+
+
+def _unasked(op: Op, expected: Standard) -> Compared | str:
+    """An input whose gradient is not asked for may have none; if it has one, that is right."""
+    names = [
+        name
+        for name, tensor in tensors(expected.inputs).items()
+        if tensor.is_floating_point() and not tensor.requires_grad
+    ]
+    if not names:
+        return ""
+    try:
+        actual = run(op.function, expected.inputs, expected.upstream, names)
+    except (RuntimeError, ValueError, TypeError):  # refused
+        return ""
+    given = {name: g for name, g in actual.gradients.items() if g is not None}
+    held = held_to(partial(run, op.reference, trainable=names), expected.inputs, expected.upstream)
+    true = held.truth.gradients.items()
+    if missing := [name for name, g in true if g is not None and name not in given]:
+        remark(f"no gradient of {', '.join(missing)}, which make_inputs does not ask for")
+    if not given:
+        return ""
+    remark(f"the gradient of {', '.join(given)} is proved here alone: make_inputs asks for none")
+    return Compared(Result((), given), held)
+
+
+def _default_dtype(op: Op, expected: Standard) -> Compared:
+    """Another default dtype of torch's changes nothing."""
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return Compared(run(op.function, expected.inputs, expected.upstream), expected)
+    finally:
+        torch.set_default_dtype(former)
 
 
 def _two_calls(op: Op, expected: Standard) -> str:
@@ -310,16 +330,19 @@ def _follows_values(op: Op, expected: Standard, num_calls: int) -> Compared:
 
 # What is done, and whether it needs an input that can be differentiated.
 STEPS: dict[str, tuple[Callable[[Op, Standard], Compared | str], bool]] = {
-    "no_grad": (_no_grad, False),
-    "inference_mode": (_inference_mode, False),
+    "no_grad": (partial(_without_graph, mode=torch.no_grad), False),
+    "inference_mode": (partial(_without_graph, mode=torch.inference_mode), False),
     "inputs unchanged": (_unchanged, False),
     "outputs alias nothing": (_alias, False),
     TWO_CALLS: (_two_calls, False),
     "backward twice": (_backward_twice, True),
     "double backward": (_double_backward, True),
-    "loss × 2.5": (_scaled_loss(2.5), True),
-    "loss × 0": (_scaled_loss(0.0), True),
+    "loss × 2.5": (partial(_scaled_loss, factor=2.5), True),
+    "loss × 0": (partial(_scaled_loss, factor=0.0), True),
     "accumulation": (_accumulated, True),
+    "one output": (_one_output, True),
+    "gradients not asked for": (_unasked, False),
+    DEFAULT_DTYPE: (_default_dtype, False),
     NEW_VALUES: (partial(_follows_values, num_calls=2), False),
     MANY_CALLS: (partial(_follows_values, num_calls=12), False),
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from triton.compiler.errors import CompilationError
+
 from nearlight.core.builds import check_budget, compile_build
 from nearlight.core.cuda import Kernel
 from nearlight.core.op import Op
+from nearlight.workbench.bad_source import refuse_builds
 from nearlight.workbench.property import NotApplicable, Property, any_case, plural, remark
 from nearlight.workbench.trial import Trial
 
@@ -33,9 +36,10 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     try:
         builds = op.builds(arch)
         codes = [compile_build(build, arch) for build in builds]
-    except ValueError as error:
+    except (ValueError, TypeError, CompilationError) as error:
         reason = str(error).strip().splitlines()
         if arch != MAY_BE_REFUSED:
+            refuse_builds(op)
             told = next((line.strip() for line in reason if ": error:" in line), " ".join(reason))
             return f"{op.name} does not compile for {arch}: {told}"
         remark(f"{arch} is refused: {reason[0]}")

@@ -15,15 +15,16 @@ import torch
 
 from nearlight.core import backend
 from nearlight.core.op import Op
-from nearlight.workbench.property import NotApplicable, Property, any_case, base_cases
+from nearlight.workbench.flat import flattened
+from nearlight.workbench.launches import launches, note_elsewhere
+from nearlight.workbench.property import NeedsGpu, NotApplicable, Property, any_case, base_cases
 from nearlight.workbench.trial import (
     Trial,
-    launches,
     make_inputs,
     make_upstream,
-    note_elsewhere,
     run,
 )
+from nearlight.workbench.verdict import source_of
 
 # What each tool looks for: accesses beyond memory, races on shared memory, reads of what nothing
 # wrote, barriers that not all threads reach.
@@ -53,22 +54,20 @@ class Fault:
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """Each tool once; it runs every base case in one process."""
     if not device.startswith("cuda"):
-        raise NotApplicable("compute-sanitizer watches kernels on a GPU")
-    if not base_cases(op, quick):
-        raise NotApplicable("no check case below fp64")
+        raise NeedsGpu("compute-sanitizer watches kernels on a GPU")
     if path() is None:
         raise NotApplicable(
             "compute-sanitizer is not installed: pip install nvidia-cuda-sanitizer-api, or add "
             "the CUDA toolkit's bin folder to PATH"
         )
+    if not source_of(op):
+        raise NotApplicable("no file holds this record, and each tool loads it anew")
     for tool in TOOLS:
         yield Trial(any_case(op), step=tool)
 
 
 def examine(op: Op, trial: Trial, device: str) -> str:
     """Run forward and backward of all base cases under one tool, in a process of their own."""
-    from nearlight.workbench.check import source_of
-
     tool = trial.step
     if tool not in TOOLS:
         raise ValueError(f"step {tool!r}: allowed are {', '.join(TOOLS)}")
@@ -107,7 +106,7 @@ def run_cases(name: str, device: str) -> None:
     """Run an op forward and backward on its base cases; print the kernels it launched."""
     from nearlight.workbench.check import load_op
 
-    op = load_op(name)
+    op = flattened(load_op(name))
     with launches() as seen:
         for case in base_cases(op, quick=False):
             inputs = make_inputs(op, Trial(case), device)

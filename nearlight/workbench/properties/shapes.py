@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations
 
 from nearlight.core.hardware import find_gpu
 from nearlight.core.launch import launched_as_on
 from nearlight.core.op import Case, Op
+from nearlight.workbench.flat import refused_layouts
 from nearlight.workbench.properties import values
 from nearlight.workbench.property import (
-    WIDE,
-    NotApplicable,
+    MAX_DERIVED_SIZE,
     Property,
     base_cases,
+    is_wide,
     provable,
     resized,
     tile_edges,
@@ -33,17 +35,16 @@ LARGE_TILE = 1 << 12
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
-    """Each dimension in turn at each size; the op's own cases, wide ones included."""
+    """Dimensions in turn and in pairs at each size; the op's own cases, wide ones included."""
     cases = base_cases(op, quick)
-    if not cases:
-        raise NotApplicable("no check case below fp64")
     for case in provable(op):
-        if max(case.shape.values()) > WIDE:
+        if is_wide(case):
             yield Trial(case, seed=1)
-    widest = max(provable(op), key=lambda case: max(case.shape.values()))
+    widest = max(provable(op), key=lambda case: max(case.shape.values(), default=1))
     tiles = tile_edges(op, [*cases[:4], widest], device)
     edges = [size for tile in tiles for size in (tile - 1, tile, tile + 1)]
     yield from resized(op, cases[0], (*SIZES, *edges))
+    yield from _two_at_once(cases[0], [tile + 1 for tile in tiles])
     # Around large tiles with few rows, which are beyond the size of a trial else.
     few = Trial(cases[0]).resized(**{name: min(size, 3) for name, size in cases[0].shape.items()})
     yield from resized(op, few.case, [edge for edge in edges if edge > LARGE_TILE])
@@ -53,14 +54,22 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
         yield from _in_gpu_tiles(op, cases)
 
 
+def _two_at_once(case: Case, sizes: Sequence[int]) -> Iterator[Trial]:
+    """Two dimensions beyond a tile together: each size of one with the largest that fits beside."""
+    for name, other in combinations(case.shape, 2):
+        for size in sizes:
+            trials = [Trial(case).resized(**{name: size, other: beside}) for beside in sizes]
+            yield from [trial for trial in trials if trial.size <= MAX_DERIVED_SIZE][-1:]
+
+
 def _in_gpu_tiles(op: Op, cases: Sequence[Case]) -> Iterator[Trial]:
     """Sizes of several tiles of a GPU, whose rows lie together in memory and apart."""
     for case in cases:
-        first = next(iter(tensors(make_inputs(op, Trial(case), "cpu"))))
+        first = next(iter(tensors(make_inputs(op, Trial(case), "cpu"))), "")
         for trial in resized(op, case, GPU_SIZES):
             if trial.size <= MAX_GPU_SIZE:
                 yield replace(trial, step=GPU_TILES)
-                if not op.refused_layouts.get(first):
+                if first and not refused_layouts(op, first):
                     yield replace(trial, step=GPU_TILES, layouts={first: "strided [::2] dim -1"})
 
 

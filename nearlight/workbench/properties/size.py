@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from nearlight.core import backend
 from nearlight.core.builds import compile_build
 from nearlight.core.cuda import Kernel
-from nearlight.core.op import Inputs, Op
+from nearlight.core.op import Inputs, KernelBuild, Op
 from nearlight.workbench.compare import Compared, settle, tensor_differs
+from nearlight.workbench.flat import refused_layouts
 from nearlight.workbench.offsets import narrow_products
 from nearlight.workbench.property import (
+    NeedsGpu,
     NotApplicable,
     Property,
     any_case,
@@ -28,14 +32,13 @@ from nearlight.workbench.trial import (
     Rejected,
     Trial,
     differentiable,
+    held_to,
     kernels,
     make_inputs,
     make_upstream,
     run,
     standard,
     tensors,
-    to_dtype,
-    upstream_in_fp64,
 )
 
 LAST_ROWS = 8
@@ -64,7 +67,7 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     if not found and device != "cpu":
         raise NotApplicable("the record names no builds to scan and no case past 2³¹ elements")
     if not found:
-        raise NotApplicable(
+        raise NeedsGpu(
             "the record names no builds to scan, and there is no input with rows to spread or no "
             "room for one: run it on a GPU with a large case"
         )
@@ -83,11 +86,19 @@ def examine(op: Op, trial: Trial, device: str) -> str:
 def _scan(op: Op) -> str:
     builds = op.builds(SCANNED_ARCH)
     for build in builds:
-        if found := narrow_products(compile_build(build, SCANNED_ARCH)):
-            more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
-            return f"{build.name} at {found[0]}{more}"
+        for each in (build, grown) if (grown := _grown(build)) != build else (build,):
+            if found := narrow_products(compile_build(each, SCANNED_ARCH)):
+                more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+                return f"{build.name} at {found[0]}{more}"
     remark(f"no 32-bit product in an offset of {plural(len(builds), 'kernel')} on {SCANNED_ARCH}")
     return ""
+
+
+def _grown(build: KernelBuild) -> KernelBuild:
+    """Return a build of one size as Triton compiles it where that passes 2³¹."""
+    sizes = [name for name, kind in build.signature.items() if kind.startswith("i32")]
+    grown = {name: build.signature[name].replace("i32", "i64") for name in sizes[:1]}
+    return replace(build, signature={**build.signature, **grown}) if len(sizes) == 1 else build
 
 
 def _spread_trials(op: Op) -> Iterator[Trial]:
@@ -107,7 +118,7 @@ def _spread_trials(op: Op) -> Iterator[Trial]:
         if upstream is not None and differentiable(inputs):
             named[UPSTREAM] = upstream
         for name, tensor in named.items():
-            if "strided" in op.refused_layouts.get(name, ()) or not _has_room(tensor):
+            if "strided" in refused_layouts(op, name) or not _has_room(tensor):
                 continue
             for dim in range(tensor.ndim):
                 step = f"{name} dim {dim}{SPREAD}"
@@ -184,20 +195,20 @@ def _last_rows_differ(op: Op, trial: Trial, device: str) -> str:
     tail = _last_rows(inputs, num_rows)
     above = [u[-LAST_ROWS:] if u is not None and len(u.shape) and u.shape[0] == num_rows else u
              for u in upstream]  # fmt: skip
-    plain = run(op.reference, tail, above)
-    truth = run(op.reference, to_dtype(tail, torch.float64), upstream_in_fp64(above))
+    expected = held_to(partial(run, op.reference), tail, above)
+    plain, truth = expected.plain, expected.truth
     found = [
         (f"output {index}", output, plain.outputs[index], truth.outputs[index])
         for index, output in enumerate(whole.outputs)
         if output.ndim and output.shape[0] == num_rows
     ]
     for name in differentiable(tail):
-        gradient, expected, true = (r.gradients[name] for r in (whole, plain, truth))
+        gradient, near, true = (r.gradients[name] for r in (whole, plain, truth))
         if gradient is not None and gradient.shape[0] == num_rows:
-            assert expected is not None and true is not None
-            found.append((f"gradient of {name}", gradient, expected, true))
-    for label, actual, expected, true in found:
-        if reason := tensor_differs(actual[-LAST_ROWS:], expected, true):
+            assert near is not None and true is not None
+            found.append((f"gradient of {name}", gradient, near, true))
+    for label, actual, near, true in found:
+        if reason := tensor_differs(actual[-LAST_ROWS:], near, true):
             return f"last rows of {label}: {reason}"
     return "" if found else "nothing of the op's results has a row per input row"
 

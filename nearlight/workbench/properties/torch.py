@@ -18,8 +18,10 @@ from nearlight.core.cuda import NoEmulator
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.workbench import layouts
 from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.flat import refused_layouts
 from nearlight.workbench.gpu_steps import DEVICE_STEPS, GPU_STEPS
-from nearlight.workbench.property import NotApplicable, Property, base_cases, cover
+from nearlight.workbench.launches import launches
+from nearlight.workbench.property import Property, base_cases, cover
 from nearlight.workbench.trial import (
     Rejected,
     Result,
@@ -29,15 +31,13 @@ from nearlight.workbench.trial import (
     differentiable,
     flatten,
     fresh,
-    in_fp64,
-    launches,
     make_inputs,
     make_upstream,
     roots_of,
     run,
     standard,
     tensors,
-    upstream_in_fp64,
+    to_dtype,
 )
 
 # gradcheck calls the op twice per element.
@@ -64,11 +64,11 @@ _NOT_THE_USERS = ("aten", "prim", "prims", "profiler")
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """Each step on a small case of each option; what does not depend on options on one."""
     cases = base_cases(op, quick)
-    if not cases:
-        raise NotApplicable("no check case below fp64")
     first, moved = cases[0], _elsewhere(op, cases[0], device)
     for index, case in enumerate(cases):
-        for step in ("opcheck", "autocast", *(GPU_STEPS if device != "cpu" else ())):
+        # Autocast leaves fp64 alone.
+        steps = ["opcheck", *(["autocast"] if case.dtype != torch.float64 else [])]
+        for step in steps + (list(GPU_STEPS) if device != "cpu" else []):
             yield Trial(case, index, step=step)
     for case in cover([case for case in op.check_cases if case.dtype == torch.float64]):
         if differentiable(make_inputs(op, Trial(case), device)):
@@ -101,7 +101,7 @@ def _elsewhere(op: Op, case: Case, device: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, tensor in tensors(make_inputs(op, Trial(case), device)).items():
         for layout, num_dims in (("transposed", 2), ("strided [::2] dim -1", 1)):
-            is_refused = layouts.family(layout) in op.refused_layouts.get(name, ())
+            is_refused = layouts.family(layout) in refused_layouts(op, name)
             if tensor.ndim >= num_dims and not is_refused:
                 found.setdefault(name, layout)
     return found
@@ -226,7 +226,7 @@ def _compile(op: Op, trial: Trial, device: str) -> str:
         expected = standard(op, trial, device)
         return Compared(run(compiled, expected.inputs, expected.upstream), expected)
 
-    rows, num_rows = next(iter(trial.case.shape.items()))
+    rows, num_rows = next(iter(trial.case.shape.items()), ("rows", 1))
     # Equal sizes would share a symbol, and part again in a graph of their own.
     others = [count for count in ROW_COUNTS if count not in trial.case.shape.values()]
     others = [count for count in others if _takes(op, trial.resized(**{rows: count}), device)]
@@ -260,7 +260,8 @@ def _autocast(op: Op, trial: Trial, device: str) -> str:
             inputs = make_inputs(op, trial, device)
             upstream = make_upstream(run(reference, inputs, None).outputs, trial)
             plain = run(reference, inputs, upstream)
-            truth = run(op.reference, in_fp64(inputs), upstream_in_fp64(upstream))
+            double = torch.float64
+            truth = run(op.reference, to_dtype(inputs, double), to_dtype(upstream, double))
             actual = run(mixed(op.function), inputs, upstream)
             return Compared(actual, Standard(inputs, upstream, plain, truth))
 

@@ -10,7 +10,7 @@ import torch
 
 from nearlight.core.op import Op
 from nearlight.workbench.compare import Compared, settle
-from nearlight.workbench.property import WIDE, Property, cover, provable
+from nearlight.workbench.property import Property, cover, is_wide, provable
 from nearlight.workbench.trial import (
     UPSTREAM,
     VALUES,
@@ -39,7 +39,7 @@ NUM_DRAWS = 3
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """Every case as made; then kinds of values and of upstream gradient, in turn."""
     small = cover(provable(op))
-    cases = small if quick else [c for c in provable(op) if max(c.shape.values()) <= WIDE]
+    cases = small if quick else [case for case in provable(op) if not is_wide(case)]
     kinds = list(VALUES)
     for index, case in enumerate(cases):
         yield Trial(case, seed=index)
@@ -112,7 +112,7 @@ def _pair(found: Compared, name: str) -> tuple[torch.Tensor, torch.Tensor] | Non
     actual, truth = sides
     if actual is None or truth is None or actual.shape != truth.shape:
         return None
-    return actual.detach().double().flatten(), truth.detach().flatten()
+    return actual.detach().double().flatten(), truth.detach().double().flatten()
 
 
 PROPERTY = Property(

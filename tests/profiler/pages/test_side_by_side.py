@@ -32,6 +32,8 @@ def test_a_table_per_kernel_with_a_line_per_quantity_and_a_column_per_arch():
 def test_two_targets_have_the_columns_and_advice_promises_nothing():
     rows = [{"kernel": "k", "arch": "sm_90a", "target": name, "registers": n}
             for name, n in (("a.cu", 8), ("b.cu", 9))]  # fmt: skip
+    long = [{**row, "target": f"{'folder/' * 9}{row['target']}"} for row in rows]
+    assert "…" not in drawn(Report("inspect", "x", rows=long))
     finding = Finding("spills", "8 bytes", "why so", "", 0.0, 0, next_step="fewer values")
     text = drawn(Report("inspect", "x", rows=rows, findings=[finding]))
     assert re.search(r"a\.cu +b\.cu", text)

@@ -36,10 +36,10 @@ def _launch(
 ) -> torch.Tensor:
     if x.dtype not in kernels:
         raise TypeError(f"center: x is {x.dtype}; allowed are fp32 and bf16")
-    device: Any = "cuda" if fault == "current device" else x.device
+    device: Any = "cuda" if fault == "current device" and x.is_cuda else x.device
     y = torch.empty(x.shape, dtype=x.dtype, device=device)
     on_stream: Any = contextlib.nullcontext()
-    if fault == "wrong stream" and not torch.cuda.is_current_stream_capturing():
+    if fault == "wrong stream" and x.is_cuda and not torch.cuda.is_current_stream_capturing():
         on_stream = torch.cuda.stream(torch.cuda.default_stream(x.device))
     if x.numel():
         with on_stream:

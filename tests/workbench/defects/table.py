@@ -51,7 +51,7 @@ _TRITON = (
     ("int32 offset", "INT32_OFFSET", "size", "32-bit"),
     ("unwritten row", "UNWRITTEN_ROW", "poison", "never written"),
     ("unwritten gradient", "UNWRITTEN_GRADIENT", "poison", "of the gradient of x were never"),
-    ("out-of-bounds write of one element", "ONE_PAST_THE_END", "poison", "wrote 0 bytes past"),
+    ("out-of-bounds write of one element", "ONE_PAST_THE_END", "poison", "wrote right past"),
     ("read of uninitialised memory", "READS_UNINITIALISED", "poison", "before it was written"),
     ("wrong fake stride", "WRONG_FAKE_STRIDE", "torch", "wrong fake stride"),
     ("wrong fake dtype", "WRONG_FAKE_DTYPE", "torch", "wrong fake dtype"),

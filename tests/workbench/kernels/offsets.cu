@@ -22,12 +22,17 @@ __global__ void loaded_row(float* out, const float* x, const int* ids, int n) {
   out[threadIdx.x] = x[ids[blockIdx.x] * n + threadIdx.x];  // fault
 }
 
+__global__ void counter_of_many(float* out, const float* x, long long total) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < total) out[i] = x[i];  // fault
+}
+
 __global__ void wide(float* out, const float* x, int n, int stride) {
   long long row = blockIdx.x * blockDim.y + threadIdx.y;
   for (int c = threadIdx.x; c < n; c += blockDim.x) out[row * n + c] = x[row * stride + c];
 }
 
-__global__ void grid_stride(float* out, const float* x, long long total, int step, int limit) {
+__global__ void grid_stride(float* out, const float* x, int total, int step, int limit) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x)
     out[i] = x[i];
   for (int i = threadIdx.x; i < limit; i += step) out[i] = x[i] + 1;

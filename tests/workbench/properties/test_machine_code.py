@@ -6,7 +6,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import pytest
+
 from nearlight.core.cuda import Kernel
+from nearlight.core.errors import BadInput
 from nearlight.core.op import KernelBuild
 from nearlight.workbench.check import check, load_op
 from nearlight.workbench.properties import machine_code
@@ -60,8 +63,18 @@ def test_a_source_that_does_not_compile_gives_the_compilers_lines(tmp_path: Path
     file.write_text("__global__ void broken(float* x) {\n  x[0] = nothing;\n}\n")
     build = KernelBuild(Kernel(file, "broken"), {}, {})
     op = scale(builds=lambda arch: [build])
-    reason = machine_code.examine(op, Trial(op.check_cases[0], step="sm_90"), "cpu")
-    assert "does not compile for sm_90" in reason and "broken.cu(2)" in reason
+    for device in ("cpu", "cuda"):
+        with pytest.raises(BadInput, match=r"broken\.cu\(2\): error: identifier .nothing."):
+            machine_code.examine(op, Trial(op.check_cases[0], step="sm_90"), device)
+
+
+def test_a_source_for_some_arches_alone_is_a_broken_property(tmp_path: Path):
+    file = tmp_path / "new.cu"
+    file.write_text("__global__ void new_only() {\n#if __CUDA_ARCH__ < 900\n  old;\n#endif\n}\n")
+    op = scale(builds=lambda arch: [KernelBuild(Kernel(file, "new_only"), {}, {})])
+    reason = machine_code.examine(op, Trial(op.check_cases[0], step="sm_80"), "cpu")
+    assert "does not compile for sm_80: new.cu(3): error: identifier" in reason
+    assert machine_code.examine(op, Trial(op.check_cases[0], step="sm_100"), "cpu") == ""
 
 
 def test_no_builds_say_nothing():

@@ -167,3 +167,19 @@ def test_without_room_for_addresses_the_scan_alone_is_made(monkeypatch: pytest.M
     row = row_of(op())
     assert row["status"] == "not applicable" and "no room" in row["reason"]
     assert row_of(op(builds=builds(is_wide=True)))["num_trials"] == 1
+
+
+@jit
+def _flat_kernel(x_ptr, y_ptr, N, IS_WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
+    offsets = pid * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets, offsets < N), offsets < N)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_a_kernel_on_any_number_of_elements_is_scanned_as_for_many(is_wide):
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "N": "i32:16"}
+    build = KernelBuild(_flat_kernel, signature, {"IS_WIDE": is_wide, "BLOCK": 64})
+    reason = size._scan(op(builds=lambda arch: [build]))
+    assert reason.startswith("" if is_wide else "_flat_kernel at test_size.py:")
+    assert bool(reason) != is_wide

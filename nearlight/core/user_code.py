@@ -1,0 +1,49 @@
+"""The user's own code: how a target names it, which files it is, where in it an error arose."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+import nearlight
+
+# The name that a module loaded from a user's file begins with.
+PREFIX = "nearlight_user_"
+_PACKAGE = f"{Path(nearlight.__file__).parent}/"
+_OPS = f"{_PACKAGE}ops/"
+# "<string>" and the like are no files.
+_NOT_OWN = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+# Wherever they lie: of the environment, of the user, of the system.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def split_name(name: str) -> tuple[Path | None, str]:
+    """Return the file and the rest of "file.py:NAME" or "file.cu:ns::kernel<float>".
+
+    Where no file is named, the file is None and the rest is all of it.
+    """
+    match = re.fullmatch(r"(.*?\.(?:cu|py))(?::(.*))?", name)
+    return (Path(match[1]), match[2] or "") if match else (None, name)
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file is an op's or the user's: no part of Python, of us, of a package."""
+    is_installed = file.startswith(_NOT_OWN) or any(part in file for part in _INSTALLED)
+    return file.startswith(_OPS) or not is_installed
+
+
+def place_of(error: BaseException) -> str:
+    """Return "my_op.py:12 in launch", the innermost own line that an error came through, or ""."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def package_root(file: Path) -> tuple[Path, str]:
+    """Return the folder where a file's package begins, and the package's dotted name or ""."""
+    folder, package = file.resolve().parent, ""
+    while (folder / "__init__.py").is_file():
+        package = f"{folder.name}.{package}" if package else folder.name
+        folder = folder.parent
+    return folder, package

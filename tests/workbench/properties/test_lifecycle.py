@@ -1,0 +1,108 @@
+"""Property 5: what a loss, a caller or a setting of torch's does around an op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.function import once_differentiable
+
+from nearlight.workbench.check import check
+
+
+class Square(torch.autograd.Function):
+    """A backward of plain tensors, as most hand-written ones are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x
+
+
+def test_a_backward_that_raises_when_differentiated_is_sound(plain_op, failures):
+    assert failures(plain_op(Square.apply, lambda x: x * x), "lifecycle") == {}
+
+
+def pair(is_none: bool, is_wrong: bool):
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(not is_none)
+            return 2 * x, 3 * x
+
+        @staticmethod
+        def backward(ctx, first, second):
+            if is_none and (first is None or second is None) and not is_wrong:
+                return 2 * first if second is None else 3 * second
+            if is_wrong and not is_none and not second.any():
+                return 3 * first
+            return 2 * first + 3 * second
+
+    return Pair.apply
+
+
+@pytest.mark.parametrize("is_none", [True, False])
+def test_a_loss_of_one_of_two_outputs_is_tried(plain_op, failures, is_none):
+    def reference(x):
+        return 2 * x, 3 * x
+
+    assert failures(plain_op(pair(is_none, False), reference), "lifecycle") == {}
+    found = failures(plain_op(pair(is_none, True), reference), "lifecycle")["lifecycle"]
+    kind = "raised TypeError" if is_none else "gradient of x from output 0 alone: "
+    assert found.startswith(kind)
+
+
+def test_gradients_that_make_inputs_does_not_ask_for_are_tried(plain_op, failures):
+    def make_inputs(case, device, generator):
+        return {name: torch.randn(*case.shape.values(), generator=generator) for name in "xy"}
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y, factor):
+            ctx.save_for_backward(x, y)
+            ctx.factor = factor
+            return x * y
+
+        @staticmethod
+        def backward(ctx, g):
+            x, y = ctx.saved_tensors
+            return g * y, ctx.factor and g * x * ctx.factor, None
+
+    def op(function):
+        return plain_op(function, lambda x, y: x * y, make_inputs=make_inputs)
+
+    def reason(function) -> str:
+        (row,) = check(op(function), only=["lifecycle"]).rows
+        assert row["status"] == "passed"
+        return row["reason"]
+
+    assert "the gradient of x, y is proved here alone" in reason(lambda x, y: x * y)
+    text = reason(lambda x, y: Product.apply(x, y, None))
+    assert "no gradient of y" in text and "the gradient of x is proved here alone" in text
+    wrong = failures(op(lambda x, y: Product.apply(x, y, 2)), "lifecycle")
+    assert wrong["lifecycle"].startswith("gradient of y: ")
+
+    def refuses(x, y):
+        if x.requires_grad or y.requires_grad:
+            raise ValueError("x, y: no gradient, call detach()")
+        return x * y
+
+    assert "gradient" not in reason(refuses)
+
+
+def test_another_default_dtype_changes_nothing(plain_op, failures):
+    def scaled(x):
+        return x * torch.full((1,), 0.1)
+
+    def sound(x):
+        return x * torch.full((1,), 0.1, dtype=torch.float32)
+
+    assert failures(plain_op(sound), "lifecycle") == {}
+    found = failures(plain_op(scaled), "lifecycle")["lifecycle"]
+    assert found.startswith("under torch.set_default_dtype(torch.float64): output: dtype")
+    assert torch.get_default_dtype() == torch.float32

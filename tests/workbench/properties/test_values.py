@@ -1,0 +1,48 @@
+"""Property 1 on inputs and outputs of unusual kinds: fp8, fp64 alone, no sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nearlight.core.op import Case
+from nearlight.workbench.check import check
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_outputs_in_fp8_are_judged(plain_op, failures, dtype):
+    def quantize(x):
+        return (2 * x).to(dtype)
+
+    assert failures(plain_op(quantize)) == {}
+    assert "output" in failures(plain_op(lambda x: (2 * x - x.abs()).to(dtype), quantize))["values"]
+
+
+def test_an_op_in_fp64_alone_is_held_to_what_fp64_errs(plain_op, failures):
+    def softmax(x):
+        return torch.softmax(x, -1)
+
+    def narrow(x):
+        return torch.softmax(x.float(), -1).double()
+
+    assert failures(plain_op(softmax, dtype=torch.float64)) == {}
+    report = check(plain_op(softmax, dtype=torch.float64))
+    proved = {row["property"] for row in report.rows if row["status"] == "passed"}
+    assert proved >= {"values", "layouts", "shapes", "lifecycle", "extremes", "poison", "torch"}
+    found = failures(plain_op(narrow, softmax, dtype=torch.float64), "values", "lifecycle")
+    assert found["values"].startswith("output: ") and "lifecycle" in found
+
+
+def test_an_op_of_no_sizes_is_proved(plain_op, failures):
+    def make_inputs(case, device, generator):
+        return {"x": torch.randn((), generator=generator).requires_grad_()}
+
+    cases = [Case("scalar", {}, torch.float32)]
+    sound = plain_op(lambda x: x.sin(), make_inputs=make_inputs, check_cases=cases)
+    statuses = {row["property"]: row["status"] for row in check(sound).rows}
+    assert "failed" not in statuses.values() and statuses["shapes"] == "not applicable"
+    assert statuses["values"] == statuses["lifecycle"] == statuses["torch"] == "passed"
+    wrong = plain_op(
+        lambda x: x.tan(), lambda x: x.sin(), make_inputs=make_inputs, check_cases=cases
+    )
+    assert failures(wrong, "values")["values"].startswith("output: ")
