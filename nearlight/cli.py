@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     from nearlight.profiler.target import Target
 
 DOORS = """\
-nearlight brings a PyTorch program to the speed of light of its GPU, and proves each step.
+nearlight brings a PyTorch program to the speed of light of its GPU, with proof.
 
-  too slow           nearlight optimize smollm2-135m --task train --batch 8 --seq 2048
-  does not fit       nearlight predict llama-3.1-8b --gpu h200 --batch 1 --seq 4096
-  my own kernel      nearlight new my_op --lang triton
-  I want to learn    nearlight ops
+  too slow         nearlight optimize smollm2-135m --batch 8 --seq 2048
+  does not fit     nearlight predict llama-3.1-8b --gpu h200 --seq 4096
+  my own kernel    nearlight new my_op --lang triton
+  I want to learn  nearlight inspect swiglu
 
-Every command takes --help; TARGET is a preset, a folder with a config.json, or file.py:function."""
+Every command takes --help. A target is a preset, a folder with a config.json,
+or file.py:function."""
 
 app = typer.Typer(
     add_completion=False,
@@ -50,6 +52,8 @@ HtmlOption = Annotated[Path | None, typer.Option("--html", help="write the repor
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends us ends what we started
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         sys.exit(app(standalone_mode=False))
     except (BadInput, MissingPart) as error:
@@ -99,7 +103,8 @@ def optimize(
         str | None, typer.Option("--gpu", help="predict for this GPU instead of measuring")
     ] = None,
     vs: Annotated[
-        list[str] | None, typer.Option("--vs", help="measure this peer's step too (liger)")
+        list[str] | None,
+        typer.Option("--vs", metavar="PEER", help="measure this peer's step too (liger)"),
     ] = None,
     json: JsonOption = None,
     html: HtmlOption = None,
@@ -195,7 +200,15 @@ def new(
 def check(
     op: Annotated[str, typer.Argument(help="an op of ours, file.py or file.py:NAME")],
     quick: Annotated[bool, typer.Option("--quick", help="the edit loop: a few seconds")] = False,
-    only: Annotated[list[str] | None, typer.Option("--only", help="prove this property")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PROPERTY",
+            help="values, layouts, shapes, size, lifecycle, extremes, poison, torch, determinism, "
+            "memory, sanitizer or machine code; again for more",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", help="cuda runs compiled kernels, cpu interprets them")
     ] = "cpu",
@@ -220,12 +233,15 @@ def check(
 @app.command()
 def bench(
     op: Annotated[str | None, typer.Argument(help="an op of ours, file.py or file.py:NAME")] = None,
-    vs: Annotated[list[str] | None, typer.Option("--vs", help="a peer, again for more")] = None,
+    vs: Annotated[
+        list[str] | None, typer.Option("--vs", metavar="PEER", help="a peer, again for more")
+    ] = None,
     repo: Annotated[
         bool, typer.Option("--repo", help="write into nearlight/data instead of the user's folder")
     ] = False,
     diff: Annotated[
-        tuple[str, str] | None, typer.Option("--diff", help="two results, files of --json")
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="two results, files of --json"),
     ] = None,
     max_loss: Annotated[
         str | None, typer.Option("--max-loss", help="exit 1 if B is slower by more than, e.g. 2%")
@@ -244,7 +260,7 @@ def bench(
         if max_loss is not None:
             raise BadInput("--max-loss compares two results: bench --diff A B --max-loss 2%")
         from nearlight.workbench.bench import bench as bench_op
-        from nearlight.workbench.check import load_op
+        from nearlight.workbench.load import load_op
 
         assert op is not None
         with _progress(json) as say:
@@ -260,7 +276,9 @@ def tune(
     cases: Annotated[
         list[str] | None,
         typer.Option(
-            "--cases", help='a case by name or sizes ("rows=3000,N=5000"), again for more'
+            "--cases",
+            metavar="CASE",
+            help='a case by name or sizes ("rows=3000,N=5000"), again for more',
         ),
     ] = None,
     repo: Annotated[
@@ -270,7 +288,7 @@ def tune(
 ) -> None:
     """Search the best launches of an op's kernels on this GPU."""
     _writable(json)
-    from nearlight.workbench.check import load_op
+    from nearlight.workbench.load import load_op
     from nearlight.workbench.tune import cases_named
     from nearlight.workbench.tune import tune as tune_op
 
@@ -293,7 +311,8 @@ def inspect(
         typer.Option("--arch", help="a comma between; default sm_80,sm_90a,sm_100a,sm_120a"),
     ] = None,
     diff: Annotated[
-        tuple[str, str] | None, typer.Option("--diff", help="two targets side by side on one arch")
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="two targets side by side on one arch"),
     ] = None,
     block: Annotated[int, typer.Option("--block", help="threads of a .cu kernel's block")] = 0,
     shared: Annotated[
@@ -368,5 +387,5 @@ def _show(report: Report, json: str | None, html: Path | None = None) -> None:
 
     from nearlight.profiler.pages.terminal import draw
 
-    written = {"page": html, "data": json}
-    draw(report, Console(), [f"{kind}: {path}" for kind, path in written.items() if path])
+    written = [f"{kind}: {path}" for kind, path in (("page", html), ("data", json)) if path]
+    draw(report, Console(emoji=False), written)

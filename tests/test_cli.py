@@ -11,6 +11,7 @@ import pytest
 from nearlight import cli
 from nearlight.core import ceilings
 from nearlight.core import report as report_module
+from nearlight.workbench.properties import PROPERTIES
 
 TINY = """
 import torch
@@ -286,3 +287,16 @@ def test_doctor_and_ops_answer(run):
     code, out, _ = run("ops", "--json", "-")
     assert code == 0
     assert "rms_norm" in {row["op"] for row in json.loads(out)["rows"]}
+
+
+def test_names_are_printed_as_they_are(capsys):
+    cli._show(report_module.Report(verb="ops", answer="file.cu:tm:b [bold] holds"), None)
+    assert capsys.readouterr().out.strip() == "file.cu:tm:b [bold] holds"
+
+
+def test_the_doors_fit_a_terminal_and_the_help_names_every_property(capsys):
+    assert max(map(len, cli.DOORS.splitlines())) <= 80
+    with pytest.raises(SystemExit):
+        cli.app(["check", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert all(prop.name in words for prop in PROPERTIES)

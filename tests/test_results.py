@@ -22,6 +22,16 @@ def load(name):
     return json.loads((RESULTS / "h200" / name).read_text(encoding="utf-8"))
 
 
+# Proved on a CPU; their first hours on a GPU are still to come, and no speed is claimed for them.
+UNMEASURED = {"adamw", "geglu", "gelu", "relu2", "silu"}
+MEASURED = {name: op for name, op in OPS.items() if name not in UNMEASURED}
+
+
+def test_what_is_said_to_be_unmeasured_is_an_op_without_results():
+    assert UNMEASURED <= OPS.keys()
+    assert not [name for name in UNMEASURED if list(RESULTS.glob(f"*/*-{name}.json"))]
+
+
 # Holds a row that no commit of this repository measured, and says so.
 WITHOUT_COMMIT = "kernels-torch.json"
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'(=:,])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\\""")
@@ -65,7 +75,7 @@ def test_no_committed_data_names_a_place_on_somebodys_machine(path):
     assert not found
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", MEASURED)
 def test_every_case_of_an_op_is_measured_beside_its_peers(name):
     rows = load(f"bench-{name}.json")["rows"]
     for case in OPS[name].cases:
@@ -119,7 +129,9 @@ def test_the_prediction_without_a_gpu_is_near_the_measurement():
 def test_registers_and_occupancy_of_every_kernel_are_what_the_driver_says():
     """By `tools/prove_tools.py resources`."""
     rows = load("tools-resources.json")["rows"]
-    assert {row["op"] for row in rows} == {name for name, op in OPS.items() if op.builds("sm_90a")}
+    assert {row["op"] for row in rows} == {
+        name for name, op in MEASURED.items() if op.builds("sm_90a")
+    }
     for row in rows:
         ours = [row["registers"], row["local_bytes"], row["blocks_per_sm"]]
         assert row["equal"] and ours == row["driver"], row
@@ -141,7 +153,7 @@ def test_short_kernels_are_timed_as_nsight_compute_times_them():
     assert max(abs(row["timer_us"] / row["ncu_us"] - 1) for row in rows) <= 0.10
 
 
-@pytest.mark.parametrize("name", sorted(OPS))
+@pytest.mark.parametrize("name", sorted(MEASURED))
 def test_every_op_went_through_the_full_check_on_the_gpu(name):
     result = load(f"check-{name}.json")
     assert result["answer"] == f"{name}: 11 of 11 properties hold"

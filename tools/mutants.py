@@ -119,11 +119,12 @@ def examine(op_name: str, steps: Steps) -> None:
 
     from nearlight.workbench import check as checks
     from nearlight.workbench import verdict
+    from nearlight.workbench.load import load_op
 
     torch.set_num_threads(1)
     assert verdict.MAX_SHRINK_STEPS  # a smaller input is of no use here, and costs time
     verdict.MAX_SHRINK_STEPS = 0
-    op = checks.load_op(op_name)
+    op = load_op(op_name)
     known = [prop for prop in checks.PROPERTIES if prop.name not in COMPILED]
     every = [f"{prop.name}{QUICK}" for prop in known if prop.in_quick]
     every += [prop.name for prop in known]

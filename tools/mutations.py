@@ -12,6 +12,7 @@ from pathlib import Path
 
 # What a backward kernel calls the gradient it is given.
 UPSTREAM = {"dy", "dout", "factor", "grad_loss"}
+KERNEL = re.compile(r"^@jit|__global__", re.MULTILINE)
 Change = tuple[int, int, str]  # from, to, new text
 
 
@@ -55,9 +56,16 @@ class Mutant:
 
 
 def mutants_of(root: Path, op: str) -> list[Mutant]:
-    """Return every mutant of an op's files (a folder or a file below `nearlight/ops`), in order."""
+    """Return every mutant of an op's files (a folder or a file below `nearlight/ops`), in order.
+
+    Of an op without kernels of its own those of `nearlight/core` that it imports are taken.
+    """
     base = root / "nearlight" / "ops" / op
     files = sorted(base.rglob("*")) if base.is_dir() else [base.with_suffix(".py")]
+    if not any(KERNEL.search(f.read_text()) for f in files if f.suffix in (".py", ".cu")):
+        imported = re.findall(r"^from nearlight\.core\.(\w+) import", files[0].read_text(), re.M)
+        cores = (root / "nearlight" / "core" / f"{name}.py" for name in imported)
+        files += [file for file in cores if KERNEL.search(file.read_text())]
     found: dict[str, Mutant] = {}
     for file in files:
         source = file.read_text(encoding="utf-8") if file.suffix in (".py", ".cu", ".cuh") else ""

@@ -26,6 +26,7 @@ import torch
 from nearlight.core import compile_cache, launch
 from nearlight.core.cuda_arguments import Parameter, line_of, parameters, typed_arguments
 from nearlight.core.cuda_sources import has_macro_header, include_path, sources
+from nearlight.core.versions import install_line
 
 # What every kernel is compiled with; part of the cache's key.
 _FIXED: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
@@ -124,7 +125,8 @@ class _Launcher:
                 return self._launch(device, args)
         self._typed(self.kernel.parameters, args, device)
         if device.type == "meta":
-            launch.describe_cuda(self.kernel, math.prod(self.block), self.shared_bytes)
+            num_threads = math.prod(self.block)
+            launch.describe_cuda(self.kernel, self.grid, num_threads, self.shared_bytes)
         elif 0 not in self.grid:
             _emulator().launch(self.kernel, self.grid, self.block, args, self.shared_bytes)
 
@@ -223,8 +225,7 @@ def compile_kernel(
 
     Args:
         path: the .cu file.
-        name: kernel, with template arguments where it is a template; "" for all that the file
-            defines or instantiates, whose code then has neither symbol nor parameters.
+        name: kernel, with template arguments where it is a template.
         arch: "sm_80", "sm_90a", ...
         defines: preprocessor definitions.
         options: further options of `cuda.core.ProgramOptions`.
@@ -237,21 +238,35 @@ def compile_kernel(
         ValueError: an arch that is not of the form sm_NN, an option that is unknown or nearlight's
             own, or a kernel that the file does not define exactly once.
     """
+    _check_options(options)
+    return _compile_cached(Path(path), (name,), arch, defines, options)
+
+
+def compile_file(path: Path, arch: str) -> Cubin:
+    """Compile all that a .cu file defines or instantiates; the code has no symbol of its own."""
+    return _compile_cached(Path(path), (), arch)
+
+
+def _compile_cached(
+    path: Path,
+    names: Sequence[str],
+    arch: str,
+    defines: Sequence[tuple[str, str]] = (),
+    options: Sequence[tuple[str, Any]] = (),
+) -> Cubin:
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ValueError(f"arch={arch!r}: expected a name like sm_80, sm_90a or sm_120")
-    _check_options(options)
-    path = Path(path)
     texts = sources(path)
-    declared = parameters(texts[path.name], name) if name else ()
+    declared = parameters(texts[path.name], names[0]) if names else ()
     kept = [f.name for f in fields(Cubin)]
-    settings = (name, arch, tuple(defines), tuple(options), sorted(_FIXED.items()), kept)
+    settings = (names, arch, tuple(defines), tuple(options), sorted(_FIXED.items()), kept)
     entry = _cache_entry(texts, settings)
     is_followed = not has_macro_header(texts)
     if is_followed and (content := compile_cache.load(entry)) is not None:
         *written, code = content.split(b"\0", 3)
         symbol, log, ptx = (text.decode() for text in written)
         return Cubin(code, symbol, arch, log, declared, ptx)
-    code, symbol, log, ptx = _compile(path, texts[path.name], name, arch, defines, options)
+    code, symbol, log, ptx = _compile(path, texts[path.name], names, arch, defines, options)
     if is_followed:
         written = [text.encode() for text in (symbol, log, ptx)]
         compile_cache.store(entry, b"\0".join((*written, code)))
@@ -282,7 +297,7 @@ def _cache_entry(texts: dict[str, str], settings: tuple[Any, ...]) -> Path:
 def _compile(
     path: Path,
     source: str,
-    name: str,
+    names: Sequence[str],
     arch: str,
     defines: Sequence[tuple[str, str]],
     options: Sequence[tuple[str, Any]],
@@ -303,14 +318,14 @@ def _compile(
     try:
         text = f'#line 1 "{path.name}"\n{source}'.encode("utf-8", "replace").decode()
         program = Program(text, "c++", settings)
-        compiled = program.compile("cubin", name_expressions=(name,) if name else (), logs=log)
+        compiled = program.compile("cubin", name_expressions=names, logs=log)
     except Exception as error:
         # cuda-core wraps NVRTC's log into exceptions of several types, by version.
         text = f"{error}\n{log}".replace("\0", "")
         if _PTXAS_LINE.search(text):
             text = _at_source_lines(text, _ptx(program))
         raise CompileError(f"{path.name} does not compile for {arch}:\n{text}") from None
-    symbol = compiled.symbol_mapping[name] if name else ""
+    symbol = compiled.symbol_mapping[names[0]] if names else ""
     return (
         bytes(compiled.code),
         symbol if isinstance(symbol, str) else symbol.decode(),
@@ -358,5 +373,5 @@ def _compiler_version() -> tuple[int, int]:
 
     error, major, minor = nvrtc.nvrtcVersion()
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(f"NVRTC does not answer ({error}); try: pip install 'nearlight[cuda]'")
+        raise RuntimeError(f"NVRTC does not answer ({error}); try: {install_line('cuda')}")
     return major, minor

@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-# Comments, literals and joined lines; a literal may hold what looks like a comment or a kernel.
-_NO_CODE = re.compile(
-    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|\\\n""", re.DOTALL
-)
+from nearlight.core.cuda_sources import NO_CODE
+
 _TEMPLATE = re.compile(
     r"\btemplate\s*<((?:[^<>]|<(?:[^<>]|<[^<>]*>)*>)*)>(?:\s|extern|static|inline)*$"
 )
 _KERNEL = re.compile(
     r"__global__[^;{}(]*?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)[^;{}(]*?)?(\w+)\s*\("
 )
-_SCOPE_OR_KERNEL = re.compile(rf"{_KERNEL.pattern}|([{{}}])|\bnamespace\s*([\w:]*)\s*\{{")
 _QUALIFIER = re.compile(
     r"\b(const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b|\[\[[^\]]*\]\]"
 )
@@ -84,7 +81,7 @@ class Parameter:
 
 def _code(source: str) -> str:
     """Return the source without what is no code, its lines where they were."""
-    return _NO_CODE.sub(lambda found: " " + "\n" * found[0].count("\n"), source)
+    return NO_CODE.sub(lambda found: " " + "\n" * found[0].count("\n"), source)
 
 
 def _heads(text: str, name: str) -> Iterator[re.Match[str]]:
@@ -100,34 +97,6 @@ def line_of(source: str, name: str) -> int:
     """Return the line of a kernel's last declaration; 0 where the source has no such kernel."""
     text = _code(source)
     return max((text.count("\n", 0, head.end()) + 1 for head in _heads(text, name)), default=0)
-
-
-def templates(source: str) -> list[str]:
-    """Return an instance of each kernel template that is written in CUDA C++ source."""
-    text = _code(source)
-    found: list[str] = []
-    scopes: list[str | None] = []
-    for match in _SCOPE_OR_KERNEL.finditer(text):
-        kernel, brace, scope = match.groups()
-        if kernel and (header := _TEMPLATE.search(text[: match.start()])):
-            arguments = ", ".join(filter(None, map(_argument, _split(header[1])[0])))
-            found.append("::".join([*filter(None, scopes), f"{kernel}<{arguments}>"]))
-        elif brace == "}":
-            del scopes[-1:]
-        elif not kernel:
-            scopes.append(scope)
-    return list(dict.fromkeys(found))
-
-
-def _argument(parameter: str) -> str:
-    """Return a value for a template parameter, "" where it has one by default."""
-    words = _QUALIFIER.sub(" ", parameter).split()
-    kind = _known_type(" ".join(words[:-1] or words))
-    if "=" in parameter or "..." in parameter:
-        return ""
-    if kind in ("typename", "class"):
-        return "float"
-    return {"bool": "true", "auto": "4"}.get(kind) or ("4" if kind in SCALARS else f"{kind}(0)")
 
 
 def parameters(source: str, name: str) -> tuple[Parameter, ...]:

@@ -12,7 +12,10 @@ INCLUDE = Path(__file__).parent / "include"
 
 # Also `__has_include(<x>)` and `#include_next`: a header too many only compiles once more.
 _HEADER = re.compile(r'include(?:_next)?(?:\s|/\*.*?\*/|\()*(?:"([^"\n]+)"|<([^>\n]+)>)', re.DOTALL)
-_NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'\\?.'""", re.DOTALL)
+# Comments, literals and joined lines; a literal may hold what looks like a comment or a kernel.
+NO_CODE = re.compile(
+    r"""//(?:\\\n|[^\n])*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|\\\n""", re.DOTALL
+)
 _MACRO_HEADER = re.compile(
     r"^\s*(?:#|%:)[ \t]*(?:include(?:_next)?[ \t]+|.*\b__has_include(?:_next)?[ \t]*\([ \t]*)"
     r"[A-Za-z_]",
@@ -53,7 +56,7 @@ def sources(path: Path) -> dict[str, str]:
 
 def has_macro_header(texts: dict[str, str]) -> bool:
     """Return whether a text includes a header by a macro, which only the compiler can follow."""
-    return any(_MACRO_HEADER.search(_NO_CODE.sub(" ", _joined(text))) for text in texts.values())
+    return any(_MACRO_HEADER.search(NO_CODE.sub(" ", _joined(text))) for text in texts.values())
 
 
 def _read(file: Path) -> str | None:

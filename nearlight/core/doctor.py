@@ -14,6 +14,7 @@ from typing import Any
 
 from nearlight.core.errors import BadInput
 from nearlight.core.report import Report
+from nearlight.core.versions import install_line
 
 Row = dict[str, Any]
 
@@ -100,7 +101,7 @@ def _nvrtc() -> Row:
             cubin = Kernel(file, "doctor").compile("sm_90a")
         except (RuntimeError, ValueError, ImportError, OSError) as error:
             first = str(error).splitlines()[0]
-            return _row("CUDA C++ (NVRTC)", "absent", first, "pip install 'nearlight[cuda]'")
+            return _row("CUDA C++ (NVRTC)", "absent", first, install_line("cuda"))
     return _row("CUDA C++ (NVRTC)", "ok", f"compiles for sm_90a ({len(cubin.code)} bytes)")
 
 
@@ -116,7 +117,7 @@ def _extra(extra: str, modules: tuple[str, ...], purpose: str) -> Callable[[], R
         absent = [name for name in modules if importlib.util.find_spec(name) is None]
         if absent:
             return _row(f"extra {extra}", "absent", f"{purpose}; no {', '.join(absent)}",
-                        f"pip install 'nearlight[{extra}]'")  # fmt: skip
+                        install_line(extra))  # fmt: skip
         return _row(f"extra {extra}", "ok", purpose)
 
     return check

@@ -15,6 +15,16 @@ class MissingPart(RuntimeError):
     """
 
 
+def said(error: BaseException) -> str:
+    """Return an error's message as any terminal and any file can take it."""
+    try:
+        text = str(error)
+    except Exception as second:  # a user's own error, whose message cannot be made
+        text = f"its message raised {type(second).__name__}"
+    # Half of a surrogate pair is no character that can be written.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def one_line(error: BaseException) -> str:
     """Return another error's type and message as one line, cut to 300 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return f"{type(error).__name__}: {' '.join(said(error).split())}"[:300]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from nearlight.core.errors import BadInput
+from nearlight.core.errors import BadInput, MissingPart
 
 if TYPE_CHECKING:
     from nearlight.core.ceilings import Ceilings
@@ -90,9 +90,8 @@ class Gpu(Chip):
     def peak_tflops(self, pipe: str) -> float:
         """Return the dense peak of a pipe; raise BadInput where the GPU has no such pipe."""
         if pipe not in self.peaks_tflops:
-            raise BadInput(
-                f"{self.key} has no {pipe!r} pipe: it has {', '.join(self.peaks_tflops)}"
-            )
+            has = ", ".join(self.peaks_tflops)
+            raise BadInput(f"{self.key} has no {pipe!r} pipe: it has {has}")
         return self.peaks_tflops[pipe]
 
 
@@ -151,7 +150,8 @@ _A100 = _tensor(312.0, tf32=156.0, fp64=19.5, fp32=19.5, int8=624.0)
 _H100 = _tensor(989.4, tf32=494.7, fp64=66.9, fp32=66.9, fp8=1978.9, int8=1978.9)
 _FP64_32ND = {"peaks_tflops.fp64": "1/32 of fp32 by the arithmetic throughput table of the guide"}
 _FP64_64TH = {"peaks_tflops.fp64": "1/64 of fp32 by the arithmetic throughput table of the guide"}
-_PROPERTY = "device properties as CUDA reports them"
+_REPORTED = "device properties as CUDA reports them"
+_BOARD = dict.fromkeys(("num_sms", "boost_mhz", "l2_bytes"), _REPORTED)
 _ADA = "NVIDIA Ada GPU Architecture whitepaper"
 
 # fmt: off
@@ -167,9 +167,7 @@ _TABLE = (
         "a10g", "NVIDIA A10G", _SM86, num_sms=80, boost_mhz=1710,
         peaks=_tensor(70.0, tf32=35.0, fp64=0.547, fp32=35.0, int8=140.0),
         memory_mib=23028, memory_gbps=600, l2_mib=6, pcie_gbps=64, device_names=("NVIDIA A10G",),
-        document="NVIDIA A10G datasheet (AWS)",
-        other_sources=_FP64_64TH | {"num_sms": _PROPERTY, "boost_mhz": _PROPERTY,
-                                    "l2_bytes": _PROPERTY},
+        document="NVIDIA A10G datasheet (AWS)", other_sources=_FP64_64TH | _BOARD,
     ),
     _gpu(
         "a6000", "NVIDIA RTX A6000", _SM86, num_sms=84, boost_mhz=1800,
@@ -236,8 +234,7 @@ _TABLE = (
         peaks=_tensor(148.0, tf32=74.0, fp64=1.0, fp32=39.5, fp8=296.0, int8=296.0),
         memory_mib=97871, memory_gbps=4000, l2_mib=60, nvlink_gbps=900, pcie_gbps=128,
         device_names=("NVIDIA H20",), document="NVIDIA H20 datasheet",
-        other_sources={
-            "num_sms": _PROPERTY, "boost_mhz": _PROPERTY, "l2_bytes": _PROPERTY,
+        other_sources=_BOARD | {
             "peaks_tflops.fp32": "SMs × lanes × 2 × clock; the 44 of the datasheet would need "
                                  "2.2 GHz, above the board's highest clock",
         },
@@ -245,28 +242,25 @@ _TABLE = (
     _gpu(
         "h200", "NVIDIA H200", _SM90, num_sms=132, boost_mhz=1980, peaks=_H100,
         memory_mib=143771, memory_gbps=4800, l2_mib=60, nvlink_gbps=900, pcie_gbps=128,
-        device_names=("NVIDIA H200",),
+        device_names=("NVIDIA H200",), other_sources=_BOARD,
         document="NVIDIA H200 datasheet (tensor rates halved: printed with sparsity; digits of "
                  "the H100 whitepaper, same compute)",
-        other_sources={"num_sms": _PROPERTY, "boost_mhz": _PROPERTY, "l2_bytes": _PROPERTY},
     ),
     _gpu(
         "b200", "NVIDIA B200", _SM100, num_sms=148, boost_mhz=1965,
         peaks=_tensor(2250.0, tf32=1125.0, fp64=37.0, fp32=75.0, fp8=4500.0, int8=4500.0,
                       fp4=9000.0),
         memory_mib=183359, memory_gbps=8000, l2_mib=126.5, nvlink_gbps=1800, pcie_gbps=128,
-        device_names=("NVIDIA B200",),
+        device_names=("NVIDIA B200",), other_sources=_BOARD,
         document="NVIDIA HGX B200 and DGX B200 datasheets, an eighth of the system, dense",
-        other_sources={"num_sms": _PROPERTY, "boost_mhz": _PROPERTY, "l2_bytes": _PROPERTY},
     ),
     _gpu(
         "gb200", "NVIDIA GB200 (one GPU)", _SM100, num_sms=152, boost_mhz=2062,
         peaks=_tensor(2500.0, tf32=1250.0, fp64=40.0, fp32=80.0, fp8=5000.0, int8=5000.0,
                       fp4=10000.0),
         memory_mib=189471, memory_gbps=8000, l2_mib=126.5, nvlink_gbps=1800, pcie_gbps=128,
-        device_names=("NVIDIA GB200",),
+        device_names=("NVIDIA GB200",), other_sources=_BOARD,
         document="NVIDIA GB200 NVL72 datasheet, half a superchip, dense",
-        other_sources={"num_sms": _PROPERTY, "boost_mhz": _PROPERTY, "l2_bytes": _PROPERTY},
     ),
     _gpu(
         "rtx-3090", "NVIDIA GeForce RTX 3090", _SM86, num_sms=82, boost_mhz=1695,
@@ -381,15 +375,21 @@ def detect_gpu(device: int | None = None) -> Gpu | None:
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(
-        torch.cuda.current_device() if device is None else device
-    )
+    properties = torch.cuda.get_device_properties(device)
     gpu = gpu_from_device_name(properties.name)
     if abs(properties.total_memory / gpu.memory_bytes - 1) > 0.1:
         raise BadInput(
             f"{properties.name} shows {properties.total_memory / 2**30:.1f} GiB where {gpu.key} "
             f"has {gpu.memory_bytes / 2**30:.1f}: a slice has no row; --gpu NAME predicts"
         )
+    return gpu
+
+
+def require_gpu(verb: str, instead: str) -> Gpu:
+    """Return this machine's GPU; MissingPart says who measures it, and what runs `instead`."""
+    if (gpu := detect_gpu()) is None:
+        none = f"{verb} measures a GPU and this machine has none that torch sees"
+        raise MissingPart(f"{none}; {instead}")
     return gpu
 
 

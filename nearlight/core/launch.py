@@ -31,10 +31,20 @@ _TYPES = {
 }
 # Launch options that make another kernel.
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+# Programs along each axis of a grid, at most.
+MAX_GRID = (2**31 - 1, 65_535, 65_535)
 _gpus: dict[torch.device, Gpu | None] = {}
-_described: ContextVar[tuple[Gpu | None, list[KernelBuild]] | None] = ContextVar(
-    "described", default=None
-)
+
+
+class Described(list[KernelBuild]):
+    """The builds of launches, each once, in order; `grids` has each launch's kernel and grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: list[tuple[str, tuple[int, ...]]] = []
+
+
+_described: ContextVar[tuple[Gpu | None, Described] | None] = ContextVar("described", default=None)
 
 
 def launch_gpu(device: torch.device) -> Gpu | None:
@@ -80,7 +90,7 @@ def gpu_of_arch(arch: str) -> Gpu:
 
 
 @contextmanager
-def described_launches(gpu: Gpu | None) -> Iterator[list[KernelBuild]]:
+def described_launches(gpu: Gpu | None) -> Iterator[Described]:
     """Describe the launches on meta tensors inside the block instead of running them.
 
     So what is compiled for an arch is what the launcher of an op launches there, tiles included.
@@ -92,7 +102,7 @@ def described_launches(gpu: Gpu | None) -> Iterator[list[KernelBuild]]:
         The builds, each once, in order; complete when the block ends. Budgets are the default
         ones.
     """
-    builds: list[KernelBuild] = []
+    builds = Described()
     token = _described.set((gpu, builds))
     try:
         yield builds
@@ -100,10 +110,14 @@ def described_launches(gpu: Gpu | None) -> Iterator[list[KernelBuild]]:
         _described.reset(token)
 
 
-def describe(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def describe(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], grid: Any = None) -> None:
     """Note a launch as Triton would specialise it: constants, None, ones and multiples of 16."""
     builds = _description()[1]
     given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    if callable(grid):
+        grid = grid({p.name: p.default for p in kernel.params if p.has_default} | given)
+    if grid is not None:
+        builds.grids.append((kernel.__name__, tuple(map(int, grid))))
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for parameter in kernel.params:
@@ -124,12 +138,23 @@ def describe(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
         builds.append(build)
 
 
-def describe_cuda(kernel: Any, num_threads: int, shared_bytes: int) -> None:
-    """Note a launch of a CUDA C++ kernel: its block and its dynamic shared memory."""
+def describe_cuda(kernel: Any, grid: tuple[int, ...], num_threads: int, shared_bytes: int) -> None:
+    """Note a launch of a CUDA C++ kernel: its grid, its block and its dynamic shared memory."""
     build = KernelBuild(kernel, {}, {}, num_threads=num_threads, shared_bytes=shared_bytes)
     builds = _description()[1]
+    builds.grids.append((kernel.name, grid))
     if build not in builds:
         builds.append(build)
+
+
+def misfit(grid: tuple[int, ...]) -> str:
+    """Say how a grid is one that no GPU takes, or return ""."""
+    if not 1 <= len(grid) <= 3:
+        return f"grid {grid}: allowed are one to three sizes"
+    for axis, (size, limit) in enumerate(zip(grid, MAX_GRID, strict=False)):
+        if not 0 <= size <= limit:
+            return f"grid {grid}: axis {axis} of a launch takes 0 to {limit}"
+    return ""
 
 
 def is_describing() -> bool:
@@ -137,7 +162,7 @@ def is_describing() -> bool:
     return _described.get() is not None
 
 
-def _description() -> tuple[Gpu | None, list[KernelBuild]]:
+def _description() -> tuple[Gpu | None, Described]:
     described = _described.get()
     if described is None:
         raise ValueError(

@@ -39,6 +39,9 @@ MAX_SHARED_BYTES = {
     121: 99 * 1024,
 }
 
+# What kernels are compiled for where no arch is named: their instructions differ.
+ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

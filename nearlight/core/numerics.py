@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from math import hypot, inf, isfinite
 
 import torch
@@ -39,21 +39,15 @@ class Errors:
         faint_worst_row: the second measure, of faint rows.
     """
 
-    max_at_row_scale: float
-    worst_row: float
-    whole: float
-    faint_max_at_row_scale: float = 0.0
-    faint_worst_row: float = 0.0
-
-
-# What the measures are called where a user reads them.
-MEASURES = (
-    "largest error over its row's scale",
-    "error of the worst row",
-    "error of the whole",
-    "among faint rows, largest error over its row's scale",
-    "among faint rows, error of the worst row",
-)
+    max_at_row_scale: float = field(metadata={"words": "largest error over its row's scale"})
+    worst_row: float = field(metadata={"words": "error of the worst row"})
+    whole: float = field(metadata={"words": "error of the whole"})
+    faint_max_at_row_scale: float = field(
+        default=0.0, metadata={"words": "among faint rows, largest error over its row's scale"}
+    )
+    faint_worst_row: float = field(
+        default=0.0, metadata={"words": "among faint rows, error of the worst row"}
+    )
 
 
 @dataclass(frozen=True)
@@ -202,8 +196,9 @@ def cancelled(
     """Return a mask of the rows whose terms cancel, and that are right at the scale of these.
 
     A softmax under an upstream gradient that is constant along its rows has no gradient: what is
-    left there is the rounding of the terms. It is held to plain PyTorch's by the rule's factor,
-    and to two units in the last place of fp32, in which also 16-bit kernels add.
+    left there is the rounding of the terms. It is held by the rule's factor to the worst that plain
+    PyTorch leaves in such a row, at most one rounding of the terms, and to two units in the last
+    place of fp32, in which also 16-bit kernels add.
 
     Args:
         actual: our result.
@@ -211,7 +206,8 @@ def cancelled(
         truth: the reference in fp64.
         terms: how large the results are when their terms do not cancel, elementwise.
     """
-    eps = torch.finfo(actual.dtype).eps
+    # Of fp8 whole digits would pass as the rounding of terms; its kernels work in 16 bits or more.
+    eps = min(torch.finfo(x).eps for x in (actual.dtype, torch.bfloat16))
     floor = FLOOR_ULP * min(eps, torch.finfo(torch.float32).eps)
 
     def largest(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +218,8 @@ def cancelled(
         largest(x.to(truth.device, torch.float64) - truth) / scale for x in (actual, plain)
     )
     is_cancelled = (largest(truth) < eps * scale) & scale.isfinite()
-    allowed = PLAIN_FACTOR * theirs.where(is_cancelled & theirs.isfinite(), 0.0).max() + floor
+    plains = theirs.where(is_cancelled & theirs.isfinite(), 0.0).max().clamp_max(eps)
+    allowed = PLAIN_FACTOR * plains + floor
     return (is_cancelled & (ours <= allowed)).expand_as(truth)
 
 
@@ -232,8 +229,8 @@ def _verdict(
     # Where plain PyTorch fails outright (NaN, inf) it gives no allowance at all.
     limits = [PLAIN_FACTOR * e + floor if isfinite(e) else floor for e in astuple(plain)]
     failed = [
-        f"{words} {error:.3g} > {limit:.3g}"
-        for words, error, limit in zip(MEASURES, astuple(ours), limits, strict=True)
+        f"{measure.metadata['words']} {error:.3g} > {limit:.3g}"
+        for measure, error, limit in zip(fields(Errors), astuple(ours), limits, strict=True)
         if not error <= limit
     ]
     reason = "; ".join(failed)
@@ -289,7 +286,7 @@ def together(draws: Sequence[Judgement]) -> Judgement:
         ordered = sorted(telling or draws, key=lambda j: getattr(j.shares, measure))
         return ordered[(len(ordered) - 1) // 2]
 
-    by_row = [field.name for field in fields(Errors) if field.name != "whole"]
+    by_row = [measure.name for measure in fields(Errors) if measure.name != "whole"]
     chosen = {measure: middle(measure) for measure in by_row}
     truth_norm = hypot(*(judgement.truth_norm for judgement in draws))
 

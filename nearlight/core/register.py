@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from nearlight.core.cost import Formula, register_cost
+from nearlight.core.launch import is_describing
 
 # One library per op by qualified name, and the file that defined it.
 _libraries: dict[str, tuple[torch.library.Library, str]] = {}
@@ -71,7 +72,12 @@ def register_op(
     library.define(schema.removeprefix(f"{namespace}::"), tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         library.impl(name, implementation, device)
-    torch.library.register_fake(qualified, fake, lib=library)
+
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        # Where launches on meta tensors are described, an op launches there as its kernels would.
+        return (implementation if is_describing() else fake)(*args, **kwargs)
+
+    torch.library.register_fake(qualified, fake if fake is None else shapes, lib=library)
     op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
     if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
         if backward is None:

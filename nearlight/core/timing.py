@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from nearlight.core.errors import BadInput
+
 Call = Callable[[], Any]
 Verdict = Literal["faster", "slower", "no difference"]
 
@@ -78,6 +80,7 @@ def compare(
 
     Raises:
         RuntimeError: `device="cuda"` without a GPU.
+        BadInput: a call enqueues nothing that can be timed.
     """
     calls = {name: _as_calls(function) for name, function in functions.items()}
     clock: _CudaClock | _CpuClock
@@ -96,7 +99,7 @@ def compare(
         rounds += 1
     after = clock.clock_mhz()
     clocks = (before, after) if before is not None and after is not None else None
-    return {name: _summary(taken, clock.method, clocks) for name, taken in samples.items()}
+    return {name: _summary(name, taken, clock.method, clocks) for name, taken in samples.items()}
 
 
 def time_call(function: Call | Sequence[Call], **options: Any) -> Timing:
@@ -110,8 +113,9 @@ def difference(a: Timing, b: Timing) -> tuple[Verdict, float]:
     Samples taken in the same round are paired; the interval of the median ratio comes from a
     seeded bootstrap. Inside the interval, or below one per cent, there is no difference.
     """
-    pairs = list(zip(a.samples_us, b.samples_us, strict=False))
-    ratios = [x / y for x, y in pairs]
+    pairs = zip(a.samples_us, b.samples_us, strict=False)
+    # What an empty pair of events takes, taken off, leaves now and then nothing to divide by.
+    ratios = [x / y for x, y in pairs if min(x, y) > 0]
     draw = random.Random(0)
     medians = sorted(
         statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_DRAWS)
@@ -148,11 +152,17 @@ def _as_calls(function: Call | Sequence[Call]) -> list[Call]:
     return list(function) if isinstance(function, Sequence) else [function]
 
 
-def _summary(samples: list[float], method: str, clocks: tuple[int, int] | None) -> Timing:
+def _summary(
+    name: str, samples: Sequence[float], method: str, clocks: tuple[int, int] | None
+) -> Timing:
     ranked = sorted(samples)
+    low_us = ranked[len(ranked) // 5]
+    if low_us <= 0:
+        reason = f"a fifth of its samples are {low_us:.1f} µs or less; time one that launches work"
+        raise BadInput(f"{name}: the call enqueues nothing that can be timed: {reason}")
     return Timing(
         median_us=statistics.median(ranked),
-        low_us=ranked[len(ranked) // 5],
+        low_us=low_us,
         high_us=ranked[-1 - len(ranked) // 5],
         samples_us=tuple(samples),
         method=method,

@@ -65,7 +65,7 @@ class Kernel(JITFunction):
             if tensor.is_cpu:
                 return self._interpret(grid, warmup, args, kwargs)
             if launch.is_describing():
-                return launch.describe(self, args, kwargs)
+                return launch.describe(self, args, kwargs, grid)
         run = JITFunction.run
         with interpreter.lock:  # a compilation must not see `tl` patched by another thread
             if tensor is not None and index != torch.cuda.current_device():

@@ -34,10 +34,18 @@ def is_own(file: str) -> bool:
     return file.startswith(_OPS) or not is_installed
 
 
-def place_of(error: BaseException) -> str:
-    """Return "my_op.py:12 in launch", the innermost own line that an error came through, or ""."""
+def place_of(error: BaseException, is_long: bool = False) -> str:
+    """Return "my_op.py:12 in launch", the innermost own line that an error came through, or "".
+
+    Long it is "/home/me/my_op.py:12", and of a SyntaxError the line that has it.
+    """
+    if is_long and isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
     own = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    if not own:
+        return ""
+    file, line, function, _ = own[-1]
+    return f"{file}:{line}" if is_long else f"{Path(file).name}:{line} in {function}"
 
 
 def package_root(file: Path) -> tuple[Path, str]:

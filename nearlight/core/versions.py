@@ -16,6 +16,14 @@ import nearlight
 PACKAGE = Path(nearlight.__file__).resolve().parent
 
 
+def install_line(extra: str) -> str:
+    """Return the command that installs one of nearlight's extras, from the clone if it is one."""
+    clone = PACKAGE.parent
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e '{clone}[{extra}]'"
+    return f"pip install 'nearlight[{extra}]'"
+
+
 def versions(on_gpu: bool = False) -> dict[str, str]:
     """Return the versions of nearlight, torch, triton and Python.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.report import State
+from nearlight.core.versions import install_line
 from nearlight.fixes.fix import Fix
 from nearlight.fixes.program import BLOCKS, DEVICE
 from nearlight.profiler.measure import MEASURED_STEPS, Step
@@ -23,7 +24,7 @@ def _liger(model: nn.Module) -> None:
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError:
-        raise MissingPart("liger is not installed: pip install 'nearlight[bench]'") from None
+        raise MissingPart(f"liger is not installed: {install_line('bench')}") from None
     _apply_liger_kernel_to_instance(model=model)
 
 

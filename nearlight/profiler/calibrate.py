@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from nearlight.core import ceilings, timing
 from nearlight.core.ceilings import AttentionPoint, Ceilings, Point
-from nearlight.core.errors import MissingPart
-from nearlight.core.hardware import Gpu, detect_gpu
+from nearlight.core.hardware import Gpu, require_gpu
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report, require_writable, write_aside
 from nearlight.core.versions import versions
@@ -47,12 +46,7 @@ def calibrate(into_repo: bool = False, progress: Progress = silent) -> Report:
     Raises:
         MissingPart: there is no GPU.
     """
-    gpu = detect_gpu()
-    if gpu is None:
-        raise MissingPart(
-            "calibrate measures a GPU and this machine has none that torch sees; "
-            "nearlight predict TARGET --gpu NAME needs none"
-        )
+    gpu = require_gpu("calibrate", "nearlight predict TARGET --gpu NAME needs none")
     path = ceilings.package_path(gpu.key) if into_repo else ceilings.user_path(gpu.key)
     require_writable(path)
     measured = measure(gpu, progress)

@@ -25,7 +25,7 @@ from typing import Any
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report
-from nearlight.core.user_code import split_name
+from nearlight.core.user_code import is_own
 from nearlight.workbench.check_report import Header, Row, as_report
 
 # Until the op is loaded: torch, triton, the user's file and all that it imports.
@@ -48,11 +48,15 @@ class _Limits:
     start_seconds: float
     trial_seconds: float
     device: str
+    has_hung: bool = False
 
     def of(self, prop: str) -> float:
         """Return how long one trial of a property may be silent."""
         on_gpu = EXTRA_SECONDS_ON_GPU if self.device != "cpu" else 0.0
-        return self.trial_seconds + EXTRA_SECONDS.get(prop, 0.0) + on_gpu
+        extra = EXTRA_SECONDS.get(prop, 0.0) + on_gpu
+        if self.has_hung:  # what hangs once hangs again
+            return min(self.trial_seconds, AFTER_HANG_SECONDS) + extra / 10
+        return self.trial_seconds + extra
 
 
 @dataclass
@@ -201,8 +205,8 @@ def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progr
         if not told.current:
             raise BadInput(f"{name}: {ending} while its kernels were compiled for the record")
         told.lose(ending)
-        if ending.startswith(_HUNG):  # what hangs once hangs again
-            limits = replace(limits, trial_seconds=min(limits.trial_seconds, AFTER_HANG_SECONDS))
+        if ending.startswith(_HUNG):
+            limits = replace(limits, has_hung=True)
         told.is_done = not told.current and not request.get("for_record")
     assert told.header is not None
     rows = sorted(told.rows.values(), key=lambda row: row.number)
@@ -229,7 +233,7 @@ def _run_child(request: Mapping[str, Any], told: _Told, limits: _Limits) -> str:
         try:
             ending = _listen(child, read, told, limits)
             trace.seek(0)
-            return ending + _place(trace.read().decode(errors="replace"), request["name"])
+            return ending + _place(trace.read().decode(errors="replace"))
         finally:
             os.close(read)
             _end(child)
@@ -267,12 +271,10 @@ def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Lim
     return f"{_HUNG} in {limit:g} s"
 
 
-def _place(trace: str, name: str) -> str:
-    """Return " at my_op.py:12 in launch", the innermost line of the op's own that is known."""
-    named = split_name(name)[0]
-    own = str(named.resolve()) if named else ""
+def _place(trace: str) -> str:
+    """Return " at my_op.py:12 in launch", the innermost own line that is known."""
     for file, number, function in _FRAME.findall(trace):
-        if file == own or "/nearlight/ops/" in file:
+        if is_own(file):
             return f" at {Path(file).name}:{number} in {function}"
     return ""
 
@@ -298,18 +300,32 @@ def serve(pipe: int, trace: int, request: Mapping[str, Any]) -> None:
     sys.argv = [request["name"]]
 
     parent = os.fdopen(pipe, "w", encoding="utf-8")
+    generation = 0
+
+    def count_generation() -> None:
+        nonlocal generation
+        generation += 1
+        if generation > 1:
+            os._exit(1)
+
+    # An op may fork and come back twice. The copy ends when it has something to tell, and has no
+    # copies of its own: each call would double them.
+    os.register_at_fork(after_in_child=count_generation)
 
     def tell(**message: Any) -> None:
+        if generation:
+            os._exit(1)
         print(json.dumps(message), file=parent, flush=True)
 
+    from nearlight.core.machine_code import ARCHES
     from nearlight.workbench import check, prove, record
-    from nearlight.workbench.properties.machine_code import ARCHES
+    from nearlight.workbench.load import load_op
 
     for_record = request.get("for_record", False)
     quick, device, only = request["quick"], request["device"], request["only"]
     try:
         properties = check.chosen(only, quick, request["sanitize"])
-        op = check.load_op(request["name"])
+        op = load_op(request["name"])
         header = check.describe(op, request["name"], quick, device)
         sources = record.sources(op) if for_record else {}
         names = {prop.name: prop.number for prop in properties}

@@ -1,13 +1,15 @@
-"""Source that runs on no input: what does not compile, and launches that do not fit a kernel.
+"""Source that runs on no input: what does not compile, launches that do not fit, bad records.
 
 It is the user's bad input and no broken property; the message holds the compiler's own lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.jit import get_jit_fn_file_line
 
@@ -15,13 +17,11 @@ from nearlight.core import cuda, triton
 from nearlight.core.builds import compile_build
 from nearlight.core.errors import BadInput, one_line
 from nearlight.core.launch import describe, described_launches
-from nearlight.core.op import Op
+from nearlight.core.machine_code import ARCHES
+from nearlight.core.op import KernelBuild, Op
 from nearlight.core.user_code import place_of
 
 COMPILE_ERRORS = (cuda.CompileError, CompilationError)
-ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-# What a launch is compiled for where there is no GPU.
-ARCH = "sm_90"
 
 
 class BadSource(BadInput):
@@ -39,27 +39,74 @@ def at_users_line(kernel: Any, error: CompilationError) -> str:
     return f"{file}:{line}: {message}\n{error}"
 
 
+def builds_of(op: Op, arch: str) -> Sequence[KernelBuild]:
+    """Return the builds that an op's record names for an arch; BadSource where they are none."""
+    builds = op.builds(arch)
+    if not isinstance(builds, Sequence) or any(not isinstance(b, KernelBuild) for b in builds):
+        given = repr(builds)[:80]
+        raise BadSource(
+            f"{op.name}: builds({arch!r}) returned {given}, allowed is a sequence of KernelBuild"
+        )
+    return builds
+
+
 def refuse_launch(
     kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> None:
-    """Raise BadSource if a launch that raised would do so whatever its tensors hold."""
+    """Raise BadSource if a launch that raised would do so whatever its tensors hold.
+
+    It is compiled for the GPU that it was meant for; a launch on the CPU for every arch.
+    """
+    tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_cuda)
+    gpus = [torch.cuda.get_device_capability(tensor.device) for tensor in tensors][:1]
+    archs = [f"sm_{major}{minor}" for major, minor in gpus] or ARCHES
     try:
         if isinstance(kernel, cuda.Kernel):
-            kernel.compile(cuda.own_arch(int(ARCH.removeprefix("sm_"))))
+            _refuse(lambda arch: [KernelBuild(kernel, {}, {})], archs)
             raise error
         options = triton.launch_options()
         kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options})
         with described_launches(None) as builds:
             describe(kernel, args, kwargs)
-        compile_build(builds[0], ARCH)
-    except CompilationError as found:
-        raise BadSource(at_users_line(kernel, found)) from error
-    except TypeError as found:
-        if isinstance(error, TypeError):
+        _refuse(lambda arch: builds, archs)
+    except BadSource as found:
+        raise found from error
+    except Exception as found:
+        if isinstance(found, TypeError) and isinstance(error, TypeError):
             raise BadSource(_misfit(kernel, error)) from found
-    except Exception as found:  # a missing file or kernel, NVRTC's own lines, or nothing of these
-        if found is not error and isinstance(kernel, cuda.Kernel):
-            raise BadSource(str(found)) from error
+
+
+def refuse_builds(op: Op) -> None:
+    """Raise BadSource where the builds of an op compile for no arch."""
+    _refuse(partial(builds_of, op), ARCHES)
+
+
+def _refuse(builds: Callable[[str], Sequence[KernelBuild]], archs: Sequence[str]) -> None:
+    told = ""
+    for arch in archs:
+        kernel = None  # until a build is there: what the record raises is not the kernel's
+        try:
+            for build in builds(arch):
+                kernel = build.kernel
+                compile_build(build, arch)
+        except BadSource:
+            raise
+        except Exception as error:
+            told = told or _told(kernel, error)
+        else:
+            if kernel is not None:
+                return
+    if told:
+        raise BadSource(told)
+
+
+def _told(kernel: Any, error: Exception) -> str:
+    """Return what is wrong with a kernel's source, or "" where that is not what failed."""
+    if isinstance(error, CompilationError):
+        return at_users_line(kernel, error)
+    if isinstance(kernel, cuda.Kernel):  # a missing file or kernel, or NVRTC's own lines
+        return str(error) if isinstance(error, ValueError | OSError) else ""
+    return _misfit(kernel, error) if kernel is not None and isinstance(error, TypeError) else ""
 
 
 def _misfit(kernel: Any, error: TypeError) -> str:
@@ -67,24 +114,3 @@ def _misfit(kernel: Any, error: TypeError) -> str:
     name = kernel.name if isinstance(kernel, cuda.Kernel) else kernel.__name__
     place = place_of(error) or "the record's builds"
     return f"{place}: the arguments do not fit {name}{names}: {error}"
-
-
-def refuse_builds(op: Op) -> None:
-    """Raise BadSource where the builds of an op compile for no arch."""
-    told = ""
-    for arch in ARCHES:
-        try:
-            for build in op.builds(arch):
-                compile_build(build, arch)
-        except CompilationError as error:
-            told = told or at_users_line(build.kernel, error)
-        except cuda.CompileError as error:
-            told = told or str(error)
-        except TypeError as error:
-            told = told or _misfit(build.kernel, error)
-        except ValueError:  # the op refuses the arch
-            continue
-        else:
-            return
-    if told:
-        raise BadSource(told)

@@ -12,7 +12,7 @@ import torch
 
 from nearlight.core import timing
 from nearlight.core.errors import BadInput, MissingPart
-from nearlight.core.hardware import Gpu, ceilings, detect_gpu
+from nearlight.core.hardware import Gpu, ceilings, require_gpu
 from nearlight.core.numerics import NUM_DRAWS
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.core.progress import Progress, silent
@@ -20,7 +20,7 @@ from nearlight.core.report import Report, require_writable
 from nearlight.core.versions import peer_versions, versions
 from nearlight.workbench.bench_report import COPY, OURS, Row, report_of
 from nearlight.workbench.compare import Compared, settle
-from nearlight.workbench.flat import flattened
+from nearlight.workbench.flat import nested
 from nearlight.workbench.memory import extra_bytes
 from nearlight.workbench.record import PACKAGE
 from nearlight.workbench.trial import (
@@ -28,6 +28,7 @@ from nearlight.workbench.trial import (
     Standard,
     Trial,
     Upstream,
+    call,
     differentiable,
     flatten,
     fresh,
@@ -66,7 +67,7 @@ class Work:
 
     def calls(self) -> list[Callable[[], Any]]:
         """Return a call for each set of inputs."""
-        return [partial(_step, self.function, inputs, self.upstream) for inputs in self.sets]
+        return [_timed(self.function, inputs, self.upstream) for inputs in self.sets]
 
 
 def bench(
@@ -104,17 +105,12 @@ def bench(
 
     Example:
         >>> from nearlight.workbench.bench import bench
-        >>> from nearlight.workbench.check import load_op
+        >>> from nearlight.workbench.load import load_op
         >>> print(bench(load_op("rms_norm"), peers=["quack"]).answer)  # doctest: +SKIP
     """
     import platformdirs
 
-    gpu = detect_gpu()
-    if gpu is None:
-        raise MissingPart(
-            "bench measures a GPU and this machine has none that torch sees; "
-            "nearlight check and nearlight inspect need none"
-        )
+    gpu = require_gpu("bench", "nearlight check and nearlight inspect need none")
     root = PACKAGE / "data" if into_repo else Path(platformdirs.user_data_dir("nearlight"))
     path = root / "results" / gpu.key / f"bench-{op.name}.json"
     require_writable(path)
@@ -135,7 +131,6 @@ def measure(
     progress: Progress = silent,
 ) -> list[Row]:
     """Return the rows of `bench` for a machine; arguments as there."""
-    op = flattened(op)
     unknown = [name for name in directions if name not in DIRECTIONS]
     if unknown:
         raise BadInput(f"direction {unknown[0]!r}: allowed are {', '.join(DIRECTIONS)}")
@@ -313,35 +308,42 @@ def _host_rows(
         row |= {"implementation": name, "check": missing}
         if function is not None:
             try:
-                call = partial(_step, function, _cloned(inputs), upstream)
-                row["host_us"] = timing.host_cost_us(call)
+                timed = _timed(function, _cloned(inputs), upstream)
+                row["host_us"] = timing.host_cost_us(timed)
             except Exception as error:  # as above
                 row["check"] = f"raised {type(error).__name__}: {str(error)[:120]}"
         yield row
 
 
-def _step(function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None) -> None:
-    """Do what is timed: the forward without a graph, or forward and every gradient."""
-    if upstream is None:
-        with torch.no_grad():
-            function(**inputs)
-        return
-    roots, above = roots_of(flatten(function(**inputs)), upstream)
-    wanted = [inputs[name] for name in differentiable(inputs)]
-    torch.autograd.grad(roots, wanted, above, allow_unused=True)
+def _timed(
+    function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None
+) -> Callable[[], None]:
+    """Return what is timed: the forward without a graph, or forward and every gradient."""
+    forward = partial(function, **nested(inputs))  # so that no list is put together in the timing
+
+    def step() -> None:
+        if upstream is None:
+            with torch.no_grad():
+                forward()
+            return
+        roots, above = roots_of(flatten(forward()), upstream)
+        wanted = [inputs[name] for name in differentiable(inputs)]
+        torch.autograd.grad(roots, wanted, above, allow_unused=True)
+
+    return step
 
 
 def _compute(function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None) -> Result:
     if upstream is not None:
         return run(function, inputs, upstream)
     with torch.no_grad():
-        return Result(flatten(function(**inputs)), {})
+        return Result(call(function, inputs), {})
 
 
 def _standard(op: Op, inputs: Inputs, trial: Trial, is_backward: bool) -> tuple[Standard, str]:
     """Return what results are held to: the reference in fp64, in fp32 where that does not fit."""
     with torch.no_grad():
-        outputs = flatten(op.reference(**fresh(inputs, ())))
+        outputs = call(op.reference, fresh(inputs, ()))
     upstream = make_upstream(outputs, trial) if is_backward else None
     del outputs
     plain = _compute(op.reference, _cloned(inputs), upstream)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from nearlight.core.errors import BadInput, MissingPart, one_line
+from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import detect_gpu
 from nearlight.core.op import Case, Op
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report
-from nearlight.core.user_code import PREFIX, is_own, package_root, split_name
 from nearlight.core.versions import versions
 from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_report
+from nearlight.workbench.load import load_op, source_of
 from nearlight.workbench.properties import PROPERTIES
 from nearlight.workbench.property import Property
 from nearlight.workbench.trial import Rejected, Trial
-from nearlight.workbench.verdict import Announce, examine, prove_property, source_of, unheard
+from nearlight.workbench.verdict import Announce, examine, prove_property, unheard
 
 # The one property that is proved only where it is asked for: it runs every kernel four times over.
 ON_REQUEST = "sanitizer"
@@ -65,7 +57,8 @@ def check(
         MissingPart: the device is cuda and there is no GPU.
 
     Example:
-        >>> from nearlight.workbench.check import check, load_op
+        >>> from nearlight.workbench.check import check
+        >>> from nearlight.workbench.load import load_op
         >>> report = check(load_op("rms_norm"), quick=True)  # doctest: +SKIP
         >>> print(report.answer)  # doctest: +SKIP
         rms_norm: 3 of 3 properties hold
@@ -106,33 +99,28 @@ def each_row(
 def reproduce(
     op: str | Op,
     property_name: str,
-    shape: Mapping[str, int] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    shape: Mapping[str, int],
+    dtype: torch.dtype,
     options: Mapping[str, Any] | None = None,
     device: str = "cpu",
-    quick: bool = False,
     **trial: Any,
 ) -> None:
-    """Run one trial of one property again; raise AssertionError if it still fails.
+    """Run one trial of one property again.
 
     Args:
         op: name, `file.py`, `file.py:NAME`, or the record itself.
         property_name: as the check's row names it.
-        shape: sizes of the case; None for the whole property.
+        shape: sizes of the case.
         dtype: dtype of the case.
         options: options of the case.
         device: "cpu" or "cuda".
-        quick: whether a whole property is that of the quick check.
         **trial: further fields of `nearlight.workbench.trial.Trial`.
+
+    Raises:
+        AssertionError: the property does not hold on this input, or there is no such input.
+        BadInput, MissingPart: as of `check`.
     """
-    require_device(device)
-    record = load_op(op) if isinstance(op, str) else op
-    (prop,) = chosen([property_name])
-    if shape is None:
-        row = prove_property(prop, record, quick, device)
-        if row.status == "failed":
-            raise AssertionError(row.reason)
-        return print(f"{record.name}: {property_name}: {row.status} {row.reason}")
+    prop, record = _asked(op, property_name, device)
     name = "x".join(str(size) for size in shape.values())
     case = Case(name, dict(shape), dtype, dict(options or {}))
     # A listed case goes by its own record, so that its size counts as promised.
@@ -145,33 +133,32 @@ def reproduce(
     print(f"{record.name}: {property_name} holds on this input")
 
 
-def load_op(name: str) -> Op:
-    """Return an Op record by the name of an op, or from a file.
+def reproduce_property(
+    op: str | Op, property_name: str, *, device: str = "cpu", quick: bool = False
+) -> None:
+    """Try one property again on all of its inputs, for what fails before one is chosen.
 
     Args:
-        name: "rms_norm", "my_op.py" (its `OP`) or "my_op.py:NAME".
+        op: name, `file.py`, `file.py:NAME`, or the record itself.
+        property_name: as the check's row names it.
+        device: "cpu" or "cuda".
+        quick: whether its inputs are those of the quick check.
 
     Raises:
-        BadInput: no such op, file or record; the nearest names are offered.
+        AssertionError: the property does not hold.
+        BadInput, MissingPart: as of `check`.
     """
-    file, attribute = split_name(name)
-    if file is not None:
-        if file.suffix == ".cu":
-            raise BadInput(f"{name}: an op is named by the Python file that launches {file.name}")
-        return _record(load_file(file), attribute or "OP", str(file))
-    folder = Path(str(importlib.import_module("nearlight.ops").__path__[0]))
-    names = sorted(
-        entry.stem
-        for entry in folder.iterdir()
-        if not entry.name.startswith(("_", ".")) and (entry.suffix == ".py" or entry.is_dir())
-    )
-    if name not in names:
-        near = difflib.get_close_matches(name, names, 3) or names
-        raise BadInput(
-            f"no op called {name!r}; nearest: {', '.join(near)}. "
-            "An op of your own is named by its file: my_op.py or my_op.py:NAME"
-        )
-    return _record(importlib.import_module(f"nearlight.ops.{name}"), "OP", name)
+    prop, record = _asked(op, property_name, device)
+    row = prove_property(prop, record, quick, device)
+    if row.status == "failed":
+        raise AssertionError(row.reason)
+    print(f"{record.name}: {property_name}: {row.status} {row.reason}")
+
+
+def _asked(op: str | Op, property_name: str, device: str) -> tuple[Property, Op]:
+    require_device(device)
+    (prop,) = chosen([property_name])
+    return prop, load_op(op) if isinstance(op, str) else op
 
 
 def list_ops() -> Report:
@@ -231,51 +218,3 @@ def chosen(
             else prop.in_quick or not quick or (sanitize and prop.name == ON_REQUEST)
         )
     ]
-
-
-def load_file(file: Path) -> ModuleType:
-    """Import a file of the user's; BadInput with file and line where that fails."""
-    if not file.is_file():
-        raise BadInput(f"no file {file}")
-    # Found last and under a name of its own, so that a file called torch.py hides nothing.
-    root, package = package_root(file)
-    sys.path += [str(p) for p in (root, file.resolve().parent) if str(p) not in sys.path]
-    anchor = f"{PREFIX}{zlib.crc32(str(root).encode()):08x}"
-    sys.modules.setdefault(anchor, ModuleType(anchor)).__path__ = [str(root)]
-    package = ".".join(filter(None, (anchor, package)))
-    name = f"{package}.{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        importlib.import_module(package)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        sys.modules.pop(name, None)
-        if not isinstance(error, (Exception, SystemExit)):
-            raise
-        raise BadInput(f"{_place(error, file)}: {one_line(error)}") from error
-    return module
-
-
-def _place(error: BaseException, file: Path) -> str:
-    """Return file and line of the user's that an import failed at."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    own = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else str(file)
-
-
-def _record(module: ModuleType, attribute: str, where: str) -> Op:
-    record = getattr(module, attribute, None)
-    if not isinstance(record, Op):
-        found = [name for name, value in vars(module).items() if isinstance(value, Op)]
-        hint = f"it has {', '.join(found)}" if found else "define OP = Op(...)"
-        raise BadInput(f"{where} has no Op record called {attribute}; {hint}")
-    for part in ("function", "reference", "make_inputs"):
-        if not callable(value := getattr(record, part)):
-            raise BadInput(f"{where}: {attribute} has {part}={value!r}; give it a function")
-    if not record.check_cases:
-        raise BadInput(f"{where}: {attribute} has no check_cases; give it at least one small Case")
-    return record

@@ -71,17 +71,22 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
     kernels = sorted({name for row in rows for name in row.kernels})
     failed = [row for row in rows if row.status == "failed"]
     judged = [row for row in rows if row.status != NOT_APPLICABLE]
-    answer = f"{header.op}: {len(judged) - len(failed)} of {len(judged)} properties hold"
     is_on_cpu = header.device == "cpu"
-    if num_elsewhere := sum(row.needs_gpu for row in rows) if is_on_cpu else 0:
+    num_elsewhere = sum(row.needs_gpu for row in rows) if is_on_cpu else 0
+    is_not_run = bool(num_elsewhere) and not any(
+        row.property == "values" and row.status != NOT_APPLICABLE for row in rows
+    )
+    answer = f"{header.op}: {'values not run; ' if is_not_run else ''}"
+    answer += f"{len(judged) - len(failed)} of {len(judged)} properties hold"
+    if num_elsewhere:
         answer += f", {num_elsewhere} need{'s' if num_elsewhere == 1 else ''} a GPU"
     if failed:
         answer += f"; broken: {', '.join(row.property for row in failed)}"
-    what = ", ".join(kernels) if kernels else "no nearlight kernel: plain PyTorch code"
+    what = ", ".join(kernels) or "no nearlight kernel: plain PyTorch code"
+    if failed and not kernels:
+        what = "no kernel that came back"
     method = f"{'interpreted' if is_on_cpu else 'on ' + header.device}; launched {what}"
-    if is_not_run := bool(num_elsewhere) and not any(
-        row.property == "values" and row.status != NOT_APPLICABLE for row in rows
-    ):
+    if is_not_run:
         method = f"compiled and read, values not run; kernels {', '.join(kernels) or 'unknown'}"
     return Report(
         verb="check",

@@ -19,7 +19,8 @@ from nearlight.core.numerics import (
     redraw,
     without,
 )
-from nearlight.workbench.trial import Result, Standard, Trial
+from nearlight.core.op import Inputs
+from nearlight.workbench.trial import Result, Standard, Trial, tensors
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
 
@@ -84,6 +85,30 @@ def tensor_differs(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tenso
     return _judge(actual, plain, truth).reason
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in the order of its elements."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Return whether two tensors, or none, are equal in shape, dtype and every bit."""
+    if left is None or right is None:
+        return left is right
+    is_alike = left.shape == right.shape and left.dtype == right.dtype
+    return is_alike and torch.equal(bits(left), bits(right))
+
+
+def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Return a copy of every tensor, for `changed_since`."""
+    return {name: tensor.detach().clone() for name, tensor in tensors(inputs).items()}
+
+
+def changed_since(before: Mapping[str, torch.Tensor], inputs: Inputs) -> str:
+    """Return the name of the first tensor whose bits are no longer those of its copy, or ""."""
+    named = tensors(inputs).items()
+    return next((name for name, tensor in named if not same_bits(before[name], tensor)), "")
+
+
 def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Judgement:
     for what in ("shape", "dtype", "device"):
         ours, theirs = getattr(actual, what), getattr(plain, what)
@@ -102,7 +127,19 @@ def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Ju
     num_wrong = int((actual.isnan() & ~truth.isnan()).sum())
     if num_wrong:
         return failure(f"{num_wrong} of {actual.numel()} elements are NaN")
-    return judge(actual, plain, truth, dtype)
+    found = judge(actual, plain, truth, dtype)
+    if found.passed:
+        return found
+    return replace(found, reason=f"{found.reason}; {_worst(actual, truth)}")
+
+
+def _worst(actual: torch.Tensor, truth: torch.Tensor) -> str:
+    """Return the element that is furthest from the truth: what we got, what is right, where."""
+    ours, truth = (x.detach().to(truth.device, torch.float64) for x in (actual, truth))
+    difference = torch.where(ours == truth, 0.0, ours - truth).abs().nan_to_num(torch.inf)
+    where = torch.unravel_index(difference.argmax(), truth.shape)
+    place = f" at [{', '.join(str(int(index)) for index in where)}]" if where else ""
+    return f"got {float(ours[where]):.6g}, right is {float(truth[where]):.6g}{place}"
 
 
 def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:

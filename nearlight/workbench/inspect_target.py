@@ -14,11 +14,11 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction, type_canonicalisation_dict
 
-from nearlight.core import cuda, cuda_arguments
+from nearlight.core import cuda
 from nearlight.core.errors import BadInput
 from nearlight.core.op import KernelBuild, Op
 from nearlight.core.user_code import split_name
-from nearlight.workbench.check import load_file, load_op
+from nearlight.workbench.load import load_file, load_op
 
 _TYPE = re.compile(r"\*?(?:i1|[iu](?:8|16|32|64)|fp16|bf16|fp32|fp64|fp8e4nv|fp8e5)(?::(?:1|16))?")
 _LAUNCH_OPTIONS = ("num_warps", "num_stages")
@@ -57,13 +57,13 @@ class Options:
 
     def fitting(self, name: str, pair: Sequence[str]) -> Options:
         """Return what is meant for one of two targets of different kinds."""
-        suffix = _split(name)[1]
-        if all(_split(each)[1] == suffix for each in pair):
+        suffixes = {each: getattr(split_name(each)[0], "suffix", "") for each in pair}
+        if len(set(suffixes.values())) == 1:
             return self
-        is_python = suffix == ".py"
+        is_cuda, is_python = suffixes[name] == ".cu", suffixes[name] == ".py"
         return Options(
-            self.block if suffix == ".cu" else 0,
-            self.shared if suffix == ".cu" else 0,
+            self.block if is_cuda else 0,
+            self.shared if is_cuda else 0,
             self.types if is_python else "",
             self.constants if is_python else "",
         )
@@ -80,25 +80,20 @@ def find(name: str, options: Options) -> Target:
     Raises:
         BadInput: nothing of that name, or options that are missing or too many.
     """
-    path, suffix, kernel = _split(name)
+    path, kernel = split_name(name)
+    suffix = getattr(path, "suffix", "")
     if suffix != ".cu" and (options.block or options.shared):
         raise BadInput(f"--block and --shared are for a .cu file; {name} says how it is launched")
     if suffix != ".py" and (options.types or options.constants):
         raise BadInput(
             f"--types and --constants are for a Triton kernel, file.py:kernel; not {name}"
         )
-    if suffix == ".cu":
-        return _cuda_target(name, path, kernel, options)
-    if not suffix:
+    if path is None:
         op = load_op(name)
         return Target(name, op.builds, op)
+    if suffix == ".cu":
+        return _cuda_target(name, path, kernel, options)
     return _python_target(name, path, kernel, options)
-
-
-def _split(name: str) -> tuple[Path, str, str]:
-    """Return "file.cu", ".cu" and "ns::kernel" of "file.cu:ns::kernel"."""
-    file, rest = split_name(name)
-    return (file, file.suffix, rest) if file else (Path(name), "", "")
 
 
 def _cuda_target(name: str, path: Path, kernel: str, options: Options) -> Target:
@@ -126,19 +121,20 @@ class _Compiled(cuda.Kernel):
     cubin: cuda.Cubin = field(kw_only=True)
 
     def compile(self, arch: str) -> cuda.Cubin:
+        assert arch == self.cubin.arch, f"compiled for {self.cubin.arch}, asked for {arch}"
         return self.cubin
 
 
 def _compiled(path: Path, name: str, arch: str) -> list[_Compiled]:
     """Compile a file for an arch once and return its kernels, or those that a name means."""
     try:
-        cubin = cuda.compile_kernel(path, name if "<" in name else "", arch)
+        if "<" in name:
+            return [_Compiled(path, name, cubin=cuda.compile_kernel(path, name, arch))]
+        cubin = cuda.compile_file(path, arch)
     except cuda.CompileError as error:
         if "__nv_name_map" not in str(error):
             raise
         raise _no_kernel(path, name, re.findall(r"error: (.*)", str(error))[0]) from None
-    if cubin.symbol:
-        return [_Compiled(path, name, cubin=cubin)]
     entries = re.findall(r"\.entry ([\w$]+)\(.*?\.loc\s+(\d+) (\d+)", cubin.ptx, re.DOTALL)
     entries.sort(key=lambda entry: (int(entry[1]), int(entry[2])))  # as the source has them
     named = {symbol: _named(symbol) for symbol, *_ in entries}
@@ -149,6 +145,9 @@ def _compiled(path: Path, name: str, arch: str) -> list[_Compiled]:
             label = short if names.count(short) == 1 else full
             found.append(_Compiled(path, label, cubin=replace(cubin, symbol=symbol)))
     if not found:
+        text = path.read_text("utf-8", "replace")
+        if not re.search(r"__global__|\binclude\b", text):
+            raise BadInput(f"{path} has no kernel: it defines no __global__ function")
         raise _no_kernel(path, name, known=names)
     return found
 
@@ -168,15 +167,12 @@ def _named(symbol: str) -> tuple[str, str]:
 
 
 def _no_kernel(path: Path, name: str, reason: str = "", known: Sequence[str] = ()) -> BadInput:
-    templates = cuda_arguments.templates(path.read_text(encoding="utf-8", errors="replace"))
-    instance = next((each for each in templates if name and _is_called(each, name)), "")
-    if instance:
-        return BadInput(f"{name} is a template: name its arguments, '{path}:{instance}'")
-    known = [*known, *(each for each in templates if each not in known)]
     offered = ", ".join(get_close_matches(name, known, cutoff=0.4) or known) or "none"
-    what = f"no kernel {name!r}" if name else "only templates" if known else "no kernel"
-    what += f" ({reason})" if reason else ""
-    return BadInput(f"{path} has {what}; name one as '{path}:NAME', it defines: {offered}")
+    what = (f"no kernel {name!r}" if name else "no kernel") + (f" ({reason})" if reason else "")
+    return BadInput(
+        f"{path} has {what}; name one as '{path}:NAME', a template as "
+        f"'{path}:{name.partition('<')[0] or 'NAME'}<...>'; the compiler finds: {offered}"
+    )
 
 
 def _python_target(name: str, path: Path, attribute: str, options: Options) -> Target:

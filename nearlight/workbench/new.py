@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nearlight.core.errors import BadInput, one_line
 from nearlight.core.report import Report, require_writable, write_aside
+from nearlight.core.user_code import is_own
 
 LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
 TEMPLATES = Path(__file__).parent / "templates"
@@ -88,9 +89,12 @@ def _unfit(name: str, lang: str, folder: Path) -> str:
     """Say why an op cannot have this name, or return ""."""
     if not re.fullmatch(r"(?!test_)[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name):
         return "allowed is an identifier of up to 64 lower-case letters, not to begin with test_"
+    if name in ("conftest", "setup"):
+        return "pytest or pip runs a file of this name by itself"
     found = importlib.util.find_spec(name)
-    is_own = found is not None and found.origin == str((folder / f"{name}.py").resolve())
-    if hasattr(builtins, name) or (found is not None and not is_own):
+    # The user's own, as from the folder that `python -m` begins in, is no part of Python.
+    is_theirs = found is not None and not (found.has_location and is_own(str(found.origin)))
+    if hasattr(builtins, name) or is_theirs:
         return "Python has something of this name, which the op would hide"
     if name in {path.stem for path in OPS.iterdir()}:
         return "nearlight has an op of this name, and results are kept by name"

@@ -24,9 +24,9 @@ from nearlight.core.op import Op
 from nearlight.core.report import Report
 from nearlight.workbench import record
 from nearlight.workbench.apart import check_apart, prove_apart
-from nearlight.workbench.check import check, load_op, require_device
+from nearlight.workbench.check import check, require_device
 from nearlight.workbench.check_report import broken
-from nearlight.workbench.verdict import home_of
+from nearlight.workbench.load import home_of, load_op
 
 # A record's status of a property that takes a GPU, where there was none.
 NOT_RUN = "not run"
@@ -38,7 +38,7 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
     For an op of nearlight the recorded proof has to hold. An op of your own is proved here, in a
     process of its own where a file defines it, and not again before its source or a version
     changes: the record of a passed check lies in the folder `.nearlight/proofs` beside its file.
-    CUDA C++ is not run on a CPU: what so remains open is a warning where there is no GPU.
+    What cannot be run on a CPU is a warning; CUDA C++, where there is a GPU, is refused.
 
     Args:
         op: name of an op, `file.py`, `file.py:NAME`, or the record itself.
@@ -47,7 +47,7 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
 
     Raises:
         AssertionError: how each failed property is broken, with the line that shows it again; or
-            what was not run on a CPU though there is a GPU.
+            that values were not computed on a CPU though there is a GPU.
         BadInput: no such op, or a file that does not import.
         MissingPart: the device is cuda and there is no GPU.
 
@@ -89,14 +89,15 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
 
 
 def _require_run(source: str, kept: Mapping[str, Any]) -> None:
-    """Warn of the properties of a record that were not run; refuse it where they could be."""
-    open_ = [row["property"] for row in kept["properties"] if row["status"] == NOT_RUN]
-    if "values" not in open_:
-        return
-    told = f"{source}: {', '.join(open_)} not run, for CUDA C++ needs a GPU"
-    if torch.cuda.is_available():
-        raise AssertionError(f"{told}, which is here: assert_proved(..., device='cuda')")
-    warnings.warn(f"{told}; the rest is proved", stacklevel=3)
+    """Warn of each property of a record that was not run; refuse values where they could be."""
+    reasons = {
+        row["property"]: row["reason"] for row in kept["properties"] if row["status"] == NOT_RUN
+    }
+    told = f"{source}: {', '.join(reasons)} not run: {'; '.join(dict.fromkeys(reasons.values()))}"
+    if "values" in reasons and torch.cuda.is_available():
+        raise AssertionError(f"{told}; one is here: assert_proved(..., device='cuda')")
+    if reasons:
+        warnings.warn(f"{told}; the rest is proved", stacklevel=3)
 
 
 def _require_holds(report: Report) -> None:

@@ -2,6 +2,8 @@
 
 pytest -p nearlight.workbench.pytest --nearlight-op my_op.py      # a test for each property
 pytest -p nearlight.workbench.pytest tests                        # the fixture `check_op`
+
+Under pytest-xdist, `--dist loadfile` proves an op once, and not in each worker anew.
 """
 
 from __future__ import annotations

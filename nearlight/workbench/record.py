@@ -8,25 +8,26 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nearlight
+from nearlight.core import cuda_sources
 from nearlight.core.op import Op
 from nearlight.core.report import write_aside
 from nearlight.core.user_code import is_own, package_root, split_name
 from nearlight.core.versions import versions
+from nearlight.workbench.load import source_of
 from nearlight.workbench.properties import PROPERTIES
-from nearlight.workbench.verdict import source_of
 
 SCHEMA = 1
 PACKAGE = Path(nearlight.__file__).parent
 FOLDER = PACKAGE / "data" / "proofs"
 OPS = PACKAGE / "ops" / "__init__.py"
-_INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
+# Stands for the digest of a `.cu` file that may be made of more than can be known.
+MACRO_HEADER = "includes a header by a macro, which only the compiler can follow"
 
 
 def sources(op: Op) -> dict[str, str]:
@@ -110,6 +111,8 @@ def _outdated(record: Mapping[str, Any], now: Mapping[str, str], quick: bool) ->
     if record.get("schema") != SCHEMA:
         return f"its record has schema {record.get('schema')}, this is {SCHEMA}"
     then = record["sources"]
+    if unfollowed := [name for name, digest in now.items() if digest == MACRO_HEADER]:
+        return f"{', '.join(unfollowed)} {MACRO_HEADER}"
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if changed:
         return f"{', '.join(sorted(changed))} differs from what was proved"
@@ -163,7 +166,9 @@ def _closure(files: Sequence[Path]) -> set[Path]:
     found: set[Path] = set()
     waiting = list(files)
     while waiting:
-        file = waiting.pop().resolve()
+        file = waiting.pop()
+        # its folder resolved, not itself: headers beside a link are looked for beside it
+        file = file.parent.resolve() / file.name
         if file not in found:
             found.add(file)
             waiting += _imported(file) if file.suffix == ".py" else _included(file)
@@ -207,12 +212,10 @@ def _modules(place: Path, name: str) -> Iterator[Path]:
 
 
 def _included(file: Path) -> Iterator[Path]:
-    """Yield the headers of nearlight or of the op that a CUDA file includes."""
-    for name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
-        for folder in (file.parent, PACKAGE / "core" / "include"):
-            if (folder / name).is_file():
-                yield folder / name
-                break
+    """Return the headers in reach of a CUDA file but CUDA's own, known by Triton's version."""
+    *_, toolkit = cuda_sources.include_path(file)
+    _, *headers = map(Path, cuda_sources.sources(file))
+    return (header for header in headers if not header.is_relative_to(toolkit.resolve()))
 
 
 def _label(file: Path, home: Path) -> str:
@@ -221,5 +224,7 @@ def _label(file: Path, home: Path) -> str:
 
 
 def _digest(file: Path) -> str:
+    if file.suffix == ".cu" and cuda_sources.has_macro_header(cuda_sources.sources(file)):
+        return MACRO_HEADER
     # A checkout on another system may write other line endings; nothing else is forgiven.
     return hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

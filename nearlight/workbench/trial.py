@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from nearlight.core import backend
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.workbench import guard, layouts
+from nearlight.workbench.flat import flat, nested
 from nearlight.workbench.launches import launches
 
 # One per output; None for an output of whole numbers.
@@ -87,14 +88,14 @@ class Result:
 
 
 def make_inputs(op: Op, trial: Trial, device: str) -> Inputs:
-    """Return the trial's inputs, as keyword arguments of the op's function.
+    """Return the trial's inputs, flat: `call` gives them to the op's function.
 
     Raises:
         Rejected: the op does not make inputs of this shape.
     """
     generator = torch.Generator(device=device).manual_seed(trial.seed)
     try:
-        inputs = dict(op.make_inputs(trial.case, torch.device(device), generator))
+        inputs = flat(op.make_inputs(trial.case, torch.device(device), generator))
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"make_inputs: {error}") from error
     accepted = inspect.signature(op.function).parameters
@@ -132,6 +133,11 @@ def flatten(outputs: Any) -> list[torch.Tensor]:
     return []
 
 
+def call(function: Callable[..., Any], inputs: Inputs) -> list[torch.Tensor]:
+    """Return the tensors that a function returns for flat inputs."""
+    return flatten(function(**nested(inputs)))
+
+
 def fresh(inputs: Inputs, trainable: Sequence[str] | None = None) -> Inputs:
     """Return the inputs with every tensor as a new leaf over the same memory.
 
@@ -167,7 +173,7 @@ def run(
 ) -> Result:
     """Call a function and differentiate it; `upstream=None` runs the forward alone."""
     leaves = fresh(inputs, trainable)
-    outputs = flatten(function(**leaves))
+    outputs = call(function, leaves)
     wanted = differentiable(leaves)
     roots, above = roots_of(outputs, upstream or ())
     if not roots or not wanted:
@@ -272,25 +278,29 @@ def held_to(
 ) -> Standard:
     """Return what a way of computing gives in plain PyTorch, and in fp64 as the truth.
 
-    In fp64 plain PyTorch is the truth itself: what it errs there is taken from fp32.
+    A result in fp64 may be the truth itself: what fp64 errs is taken from fp32.
     """
     double, single = torch.float64, torch.float32
     truth = compute(to_dtype(inputs, double), to_dtype(upstream, double))
-    if all(t.dtype != double for t in tensors(inputs).values()):
-        return Standard(inputs, upstream, compute(inputs, upstream), truth)
+    plain = compute(inputs, upstream)
+    if all(t is None or t.dtype != double for t in (*plain.outputs, *plain.gradients.values())):
+        return Standard(inputs, upstream, plain, truth)
     narrow = compute(to_dtype(inputs, single), to_dtype(upstream, single))
-    outputs = map(_rounded_to_fp64, narrow.outputs, truth.outputs)
-    gradients = {n: _rounded_to_fp64(narrow.gradients[n], g) for n, g in truth.gradients.items()}
+    outputs = map(_rounded_to_fp64, plain.outputs, narrow.outputs, truth.outputs)
+    gradients = {
+        name: _rounded_to_fp64(given, narrow.gradients[name], truth.gradients[name])
+        for name, given in plain.gradients.items()
+    }
     return Standard(inputs, upstream, Result([*outputs], gradients), truth)
 
 
-def _rounded_to_fp64(narrow: Any, truth: Any) -> Any:
-    """Return the truth with the error of fp32 made as much smaller as fp64 is finer."""
-    if truth is None or not truth.is_floating_point():
-        return truth
+def _rounded_to_fp64(plain: Any, narrow: Any, truth: Any) -> Any:
+    """Return a result; in fp64 with the error of fp32, made as much smaller as fp64 is finer."""
+    if plain is None or plain.dtype != torch.float64:
+        return plain
     shrink = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     error = (narrow.double() - truth) * shrink
-    return truth + torch.where(error.isfinite(), error, 0.0)
+    return plain + torch.where(error.isfinite(), error, 0.0)
 
 
 def _terms(op: Op, inputs: Inputs, upstream: Upstream) -> Mapping[str, torch.Tensor]:
@@ -318,7 +328,7 @@ def require_refusal(op: Op, inputs: Inputs, error: ValueError) -> None:
     """
     with launches() as seen, backend.force("triton"), torch.no_grad():
         try:
-            op.function(**fresh(inputs, ()))
+            call(op.function, fresh(inputs, ()))
         except ValueError:
             if not seen:
                 return

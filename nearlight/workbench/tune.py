@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from nearlight.core import timing, tuned
-from nearlight.core.errors import BadInput, MissingPart, one_line
-from nearlight.core.hardware import detect_gpu
+from nearlight.core.errors import BadInput, one_line
+from nearlight.core.hardware import require_gpu
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report, require_writable
@@ -23,12 +23,11 @@ from nearlight.core.tuned import Asked
 from nearlight.core.versions import versions
 from nearlight.workbench import bench
 from nearlight.workbench.bench import Machine, Work
-from nearlight.workbench.flat import flattened
 from nearlight.workbench.trial import (
     Standard,
     Trial,
+    call,
     differentiable,
-    flatten,
     make_inputs,
     make_upstream,
     roots_of,
@@ -73,15 +72,10 @@ def tune(
         BadInput: the op has no rule that can be tuned, or a rule has too many candidates.
 
     Example:
-        >>> from nearlight.workbench.check import load_op
+        >>> from nearlight.workbench.load import load_op
         >>> print(tune(load_op("rms_norm")).answer)  # doctest: +SKIP
     """
-    gpu = detect_gpu()
-    if gpu is None:
-        raise MissingPart(
-            "tune measures a GPU and this machine has none that torch sees; "
-            "nearlight check and nearlight inspect need none"
-        )
+    gpu = require_gpu("tune", "nearlight check and nearlight inspect need none")
     path_of = tuned.package_path if into_repo else tuned.user_path
     require_writable(path_of(op.name, gpu.key))
     tuned.read(path_of(op.name, gpu.key))  # rows that cannot be kept beside are refused now
@@ -137,7 +131,6 @@ def search(
         timer: `nearlight.core.timing.compare`, or what stands in for it.
         progress: as for `tune`.
     """
-    op = flattened(op)
     searched: set[Asked] = set()
     for case in op.cases if cases is None else cases:
         sets = [
@@ -165,9 +158,9 @@ def _asked(op: Op, inputs: Inputs, trial: Trial) -> Iterator[tuple[Asked, str]]:
     the forward does the backward's work, too.
     """
     with tuned.recorded() as inference, torch.no_grad():
-        op.function(**inputs)
+        call(op.function, inputs)
     with tuned.recorded() as forward:
-        outputs = flatten(op.function(**inputs))
+        outputs = call(op.function, inputs)
     roots, above = roots_of(outputs, make_upstream(outputs, trial))
     with tuned.recorded() as backward:
         if roots:

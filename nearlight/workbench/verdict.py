@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nearlight.core.cuda import NoEmulator
+from nearlight.core.errors import said
 from nearlight.core.op import Case, Op
-from nearlight.core.user_code import PREFIX, is_own, place_of
+from nearlight.core.user_code import place_of
 from nearlight.workbench.bad_source import COMPILE_ERRORS, BadSource, refuse_builds, refuse_launch
 from nearlight.workbench.check_report import NOT_APPLICABLE, Row
 from nearlight.workbench.compare import redrawn
-from nearlight.workbench.flat import flattened
 from nearlight.workbench.launches import Launches, launches
+from nearlight.workbench.load import source_of
 from nearlight.workbench.property import NeedsGpu, NotApplicable, Property, remarked
+from nearlight.workbench.settings import restored
 from nearlight.workbench.trial import Refused, Rejected, Trial
 
 # Steps tried to make a failing input smaller.
@@ -54,6 +54,7 @@ class _Subject:
     device: str
     seen: Launches
     announce: Announce
+    source: str
 
     def examine(self, trial: Trial) -> str | Rejected:
         """Return what `examine` says; NoEmulator where a kernel could not run, even if caught."""
@@ -73,7 +74,24 @@ class _Subject:
             refuse_launch(*self.seen.failed)
 
     def line(self, trial: Trial) -> str:
-        return reproduce_line(self.prop, self.op, trial, self.device)
+        """Return one line of Python that shows the failure again."""
+        case, default = trial.case, vars(Trial(trial.case))
+        fields = {k: v for k, v in vars(trial).items() if k == "seed" or v != default[k]}
+        sizes = (repr(dict(case.shape)), str(case.dtype))
+        return self.call("reproduce", *sizes, options=case.options or None, **fields)
+
+    def call(self, function: str, *arguments: str, **options: Any) -> str:
+        """Return a line of Python that calls a function of `check.py` on the property."""
+        options["device"] = None if self.device == "cpu" else self.device
+        given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        source = repr(self.source) if self.source else "op"
+        call = ", ".join((source, repr(self.prop.name), *arguments, *given))
+        imports = f"import torch; from nearlight.workbench.check import {function}"
+        if re.search(r"\b(inf|nan)\b", call):  # as `repr` writes them
+            imports = f"from math import inf, nan; {imports}"
+        # No file holds this record: only who has made it can call it by a name.
+        whose = "" if self.source else f"  # op: the Op called {self.op.name}"
+        return f"{imports}; {function}({call}){whose}"
 
 
 def prove_property(
@@ -81,8 +99,8 @@ def prove_property(
 ) -> Row:
     """Try a property on its trials, smallest first, up to the first that breaks it."""
     start = time.perf_counter()
-    with launches() as seen:
-        subject = _Subject(prop, op, device, seen, announce)
+    with launches() as seen, restored():
+        subject = _Subject(prop, op, device, seen, announce, source_of(op))
         needs_gpu = False
         try:
             found = _judge(subject, quick)
@@ -101,14 +119,13 @@ def prove_property(
 
 def _judge(subject: _Subject, quick: bool) -> _Verdict:
     prop, op, device = subject.prop, subject.op, subject.device
-    whole_line = _whole_line(prop, op, quick, device)
+    whole_line = subject.call("reproduce_property", quick=quick or None)
     subject.announce(whole_line, "")
     try:
-        found = prop.trials(flattened(op), quick, device)
-        trials = sorted(found, key=lambda trial: trial.size)
-    except NotApplicable:
+        trials = sorted(prop.trials(op, quick, device), key=lambda trial: trial.size)
+    except (NotApplicable, BadSource, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # whatever an op raises here is the finding
+    except BaseException as error:  # whatever an op raises here is the finding
         subject.refuse_bad_source()
         if subject.seen.not_run:
             raise NoEmulator(subject.seen.not_run) from error
@@ -168,19 +185,20 @@ def _case_text(case: Case) -> str:
 def examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected:
     """Return how the property is broken, "" if it holds, or why there is no such input."""
     try:
-        return prop.examine(flattened(op), trial, device)
+        with restored():  # or what one call leaves set would look untouched to the next trial
+            return prop.examine(op, trial, device)
     except Rejected as rejected:
         return rejected
-    except BadSource:
+    except (BadSource, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # whatever an op raises is the finding
+    except BaseException as error:  # whatever an op raises is the finding
         if isinstance(error, COMPILE_ERRORS):
             refuse_builds(op)
         return f"{RAISED} {_describe(error)}"
 
 
 def _describe(error: BaseException) -> str:
-    lines = (str(error).strip() or "no message").splitlines()
+    lines = (said(error).strip() or "no message").splitlines()
     told = next((line.strip() for line in lines if ": error:" in line), lines[0])
     if told.startswith("at ") and len(lines) > 1:  # Triton: a place in the kernel, its lines, why
         told = f"{lines[-1].strip()} ({told.rstrip(':')} of the kernel)"
@@ -199,7 +217,7 @@ def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
     while is_smaller:
         is_smaller = False
         for name, size in trial.case.shape.items():
-            for smaller in sorted({1, 2, size // 2, size - 1} & set(range(1, size))):
+            for smaller in sorted({n for n in (1, 2, size // 2, size - 1) if 0 < n < size}):
                 if steps >= MAX_SHRINK_STEPS:
                     return trial, reason
                 steps += 1
@@ -212,75 +230,3 @@ def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
                     subject.announce(subject.line(trial), reason)
                     break
     return trial, reason
-
-
-def reproduce_line(prop: Property, op: Op, trial: Trial, device: str) -> str:
-    """Return one line of Python that shows the failure again."""
-    default = Trial(trial.case)
-    further = {
-        "options": trial.case.options or None,
-        "device": None if device == "cpu" else device,
-        **{
-            name: getattr(trial, name)
-            for name in ("seed", "values", "layouts", "upstream", "step")
-            if name == "seed" or getattr(trial, name) != getattr(default, name)
-        },
-    }
-    arguments = [repr(dict(trial.case.shape)), str(trial.case.dtype)]
-    arguments += [f"{name}={value!r}" for name, value in further.items() if value is not None]
-    return _line(prop, op, arguments)
-
-
-def _whole_line(prop: Property, op: Op, quick: bool, device: str) -> str:
-    """Return the line that shows what happens while a property's inputs are chosen."""
-    options = {"quick": quick or None, "device": None if device == "cpu" else device}
-    return _line(prop, op, [f"{name}={value!r}" for name, value in options.items() if value])
-
-
-def _line(prop: Property, op: Op, arguments: Sequence[str]) -> str:
-    source = source_of(op)
-    imports = "import torch; from nearlight.workbench.check import reproduce"
-    call = ", ".join((repr(source) if source else "op", repr(prop.name), *arguments))
-    if re.search(r"\b(inf|nan)\b", call):  # as `repr` writes them
-        imports = f"from math import inf, nan; {imports}"
-    # No file holds this record: only who has made it can call it by a name.
-    return f"{imports}; reproduce({call})" + ("" if source else f"  # op: the Op called {op.name}")
-
-
-def source_of(op: Op) -> str:
-    """Return what `load_op` takes to find this op again, or "" where no file holds it."""
-    return home_of(op) or _home(op, lambda other: _definition(other) == _definition(op))
-
-
-def _definition(op: Op) -> tuple[Any, ...]:
-    """Return what stays the same when a file is loaded once more."""
-    makers = map(inspect.unwrap, (op.function, op.reference))
-    codes = (getattr(maker, "__code__", maker) for maker in makers)
-    extremes = [extreme.name for extreme in op.extremes]
-    return op.name, *codes, op.check_cases, op.refused_layouts, extremes
-
-
-def home_of(op: Op) -> str:
-    """Return what `load_op` takes to find this very record, or "" where no file holds it."""
-    return _home(op, lambda other: other is op)
-
-
-def _home(op: Op, is_it: Callable[[Op], bool]) -> str:
-    makers = map(inspect.unwrap, (op.function, op.reference))
-    written_in = {
-        code.co_filename for maker in makers if (code := getattr(maker, "__code__", None))
-    }
-    found: dict[str, bool] = {}
-    loaded = [m for name, m in sys.modules.items() if name.startswith(PREFIX)]
-    for module in reversed([*sys.modules.values(), *loaded]):
-        file = getattr(module, "__file__", None)
-        if not file or not is_own(file):
-            continue
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Op) and is_it(value):
-                if module.__name__.startswith("nearlight.ops."):
-                    return op.name
-                found.setdefault(f"{file}:{name}", file in written_in)
-    # Others may have imported the record from where its function or its reference is written; of
-    # several that did not write them, the last import is the first to have had it.
-    return max(found, key=lambda home: found[home], default="")

@@ -30,6 +30,14 @@ def test_compiles_for_every_arch_without_a_gpu(cache, arch, name):
     assert "0 bytes spill stores" in cubin.log
 
 
+def test_a_file_compiles_whole_and_no_kernel_is_one_without_a_name(cache):
+    for _ in range(2):  # compiled, and from the cache
+        cubin = cuda.compile_file(ROW_SUM, "sm_90a")
+        assert (cubin.symbol, cubin.parameters) == ("", ()) and ".entry fill(" in cubin.ptx
+    with pytest.raises(CompileError, match="expected an expression"):
+        cuda.compile_kernel(ROW_SUM, "", "sm_90a")
+
+
 def test_an_unknown_kernel_names_those_that_exist():
     with pytest.raises(ValueError, match="no kernel 'rowsum'.*fill, row_sum"):
         Kernel(ROW_SUM, "rowsum").compile("sm_80")

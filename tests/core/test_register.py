@@ -3,6 +3,7 @@ import torch
 from torch.library import opcheck
 
 from nearlight.core.cost import Cost, formula_for
+from nearlight.core.launch import described_launches
 from nearlight.core.register import register_op
 
 _triple_bwd = register_op(
@@ -103,3 +104,18 @@ def test_an_op_of_the_same_name_in_another_file_is_refused(tmp_path):
         exec(compile(text, first, "exec"), {})
     with pytest.raises(ValueError, match=rf"same is defined in {first} and again in {second}"):
         exec(compile(text, second, "exec"), {})
+
+
+def test_on_meta_tensors_the_implementation_runs_where_launches_are_described():
+    meta = torch.empty(3, device="meta")
+    op = register_op(
+        "test_seen_double(Tensor x) -> Tensor",
+        lambda x: seen.append("implementation") or torch.empty_like(x),
+        fake=lambda x: seen.append("fake") or torch.empty_like(x),
+        cost=lambda args, kwargs, out: Cost(),
+    )
+    seen = []
+    op(meta)
+    with described_launches(None):
+        op(meta)
+    assert seen == ["fake", "implementation"]

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from nearlight.core import timing
+from nearlight.core.errors import BadInput
 from nearlight.core.timing import Timing
 
 
 def make_timing(samples):
-    return timing._summary(list(samples), "cpu clock", None)
+    return timing._summary("it", list(samples), "cpu clock", None)
 
 
 def test_summary_gives_median_and_percentiles():
@@ -30,6 +31,20 @@ def test_a_against_a_is_no_difference_and_three_percent_is_slower():
         slower += timing.difference(c, a)[0] == "slower"
     assert same >= 48
     assert slower == 50
+
+
+@pytest.mark.parametrize("samples", [[0.0] * 9, [-0.2, 0.1, 0.3, 0.1, -0.1]])
+def test_a_call_that_enqueues_nothing_has_no_time(samples):
+    """Its median may well be above 0, by noise alone."""
+    with pytest.raises(BadInput, match="^it: the call enqueues nothing that can be timed"):
+        make_timing(samples)
+
+
+def test_a_sample_that_noise_swallowed_decides_nothing():
+    noisy = make_timing([0.0, -4.0] + [2.0 + 0.01 * i for i in range(18)])
+    twice = make_timing([2 * (2.0 + 0.01 * i) for i in range(-2, 18)])
+    assert timing.difference(twice, noisy) == ("slower", 2.0)
+    assert timing.difference(noisy, twice) == ("faster", 0.5)
 
 
 def test_samples_of_one_round_are_paired_so_drift_cancels():

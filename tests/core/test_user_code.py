@@ -47,7 +47,11 @@ def test_the_place_of_an_error_is_the_innermost_own_line():
         multiply()
     line = multiply.__code__.co_firstlineno + 1
     assert place_of(caught.value) == f"test_user_code.py:{line} in multiply"
+    assert place_of(caught.value, is_long=True) == f"{__file__}:{line}"
     assert place_of(ValueError("never raised")) == ""
+    with pytest.raises(SyntaxError) as caught:
+        compile("x = 1\nx = = 2\n", "/home/me/my_op.py", "exec")
+    assert place_of(caught.value, is_long=True) == "/home/me/my_op.py:2"
 
 
 def test_a_package_begins_where_no_folder_above_is_one(tmp_path: Path):

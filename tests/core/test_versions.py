@@ -8,7 +8,7 @@ import torch
 
 import nearlight
 from nearlight.core import versions as module
-from nearlight.core.versions import commit, versions
+from nearlight.core.versions import commit, install_line, versions
 
 
 def git(folder, *arguments):
@@ -79,3 +79,10 @@ def test_without_a_repository_or_git_there_is_no_commit(repository, tmp_path, mo
     monkeypatch.undo()
     shutil.rmtree(tmp_path / ".git")
     assert commit(package) == ""
+
+
+def test_an_extra_is_installed_from_the_clone_if_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PACKAGE", tmp_path / "nearlight")
+    assert install_line("hf") == "pip install 'nearlight[hf]'"
+    (tmp_path / "pyproject.toml").touch()
+    assert install_line("hf") == f"pip install -e '{tmp_path}[hf]'"

@@ -1,19 +1,30 @@
 """What is compiled for an arch is what is launched."""
 
+import sys
+
 import pytest
 import torch
 
 from nearlight.core.hardware import GPUS
 from nearlight.core.launch import described_launches
 from nearlight.ops import OPS
+from nearlight.ops.adamw import registration as adamw
 from nearlight.ops.layer_norm import registration as layer_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.rms_norm import registration as rms_norm
 from nearlight.ops.rope import registration as rope
-from nearlight.ops.swiglu import registration as swiglu
 from nearlight.workbench.launches import launches
 
 ARCHES = sorted({gpu.arch.rstrip("a") for gpu in GPUS.values()})
+
+
+def launch_adamw():
+    p, step = torch.ones(5, 96), torch.ones(())
+    states = torch.zeros(5, 96), torch.zeros(5, 96)
+    hyper = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
+    adamw.step_out_of_place(
+        *([tensor] for tensor in (p, p, *states, step)), None, None, None, *hyper, False, None
+    )
 
 
 def launch_rms_norm():
@@ -30,10 +41,37 @@ def launch_layer_norm():
         layer_norm.backward(x, x, x[0], x[0], mean, rstd, [True, True, True])
 
 
-def launch_swiglu():
+def launch_gated(kernels):
     x = torch.ones(5, 96)
-    swiglu.backward(swiglu.forward(x, x), x, x)
-    swiglu.packed_backward(swiglu.packed_forward(x), x)
+    kernels.backward(kernels.forward(x, x), x, x)
+    kernels.packed_backward(kernels.packed_forward(x), x)
+
+
+def launch_swiglu():
+    launch_gated(sys.modules["nearlight.ops.swiglu"].kernels)
+
+
+def launch_geglu():
+    for kernels in sys.modules["nearlight.ops.geglu"].kernels.values():
+        launch_gated(kernels)
+
+
+def launch_unary(kernels):
+    x = torch.ones(5, 96)
+    kernels.backward(kernels.forward(x), x)
+
+
+def launch_silu():
+    launch_unary(sys.modules["nearlight.ops.silu"].kernels)
+
+
+def launch_relu2():
+    launch_unary(sys.modules["nearlight.ops.relu2"].kernels)
+
+
+def launch_gelu():
+    for kernels in sys.modules["nearlight.ops.gelu"].kernels.values():
+        launch_unary(kernels)
 
 
 def launch_rope():

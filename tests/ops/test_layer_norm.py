@@ -10,7 +10,7 @@ from torch.library import opcheck
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import GPUS, find_gpu
 from nearlight.core.launch import described_launches
-from nearlight.core.rows import MAX_BLOCK
+from nearlight.core.row_config import MAX_BLOCK
 from nearlight.core.triton import compile_for
 from nearlight.ops import OPS, layer_norm
 from nearlight.ops.layer_norm import config, reference

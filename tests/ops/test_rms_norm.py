@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from nearlight.core.cost import formula_for
 from nearlight.core.hardware import GPUS, find_gpu
 from nearlight.core.numerics import judge
-from nearlight.core.rows import MAX_BLOCK, as_rows
+from nearlight.core.row_config import MAX_BLOCK
+from nearlight.core.rows import as_rows
 from nearlight.ops import OPS, rms_norm
 from nearlight.ops.rms_norm import config, reference
 

@@ -13,11 +13,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from nearlight.core.builds import check_budget
 from nearlight.core.cost import formula_for
-from nearlight.core.hardware import find_gpu
 from nearlight.core.numerics import judge
 from nearlight.core.triton import compile_for
-from nearlight.ops.swiglu import OP, Config, config, reference, swiglu
-from nearlight.ops.swiglu.registration import merge_dims
+from nearlight.ops.swiglu import OP, reference, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,11 +26,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 def ours(gate, up=None):
     return swiglu(gate, up, backend="triton")
-
-
-def patch_config(monkeypatch: pytest.MonkeyPatch, tile: Config) -> None:
-    registration = sys.modules["nearlight.ops.swiglu.registration"]
-    monkeypatch.setattr(registration, "config", lambda *_: tile)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,10 +89,6 @@ def test_packed_layouts(assert_right, layout):
 def test_chunks_of_one_projection_are_read_in_place(assert_right):
     gate, up = random(3, 5, 16).chunk(2, dim=-1)
     assert_right(OP, gate, up)
-    assert merge_dims(gate.shape, (40, 8, 1), gate.stride(), up.stride()) == [
-        (15, 8, 16, 16),
-        (8, 1, 1, 1),
-    ]
 
 
 def test_dims_that_do_not_merge_are_copied_right(assert_right):
@@ -111,12 +100,6 @@ def test_dims_that_do_not_merge_are_copied_right(assert_right):
     assert_right(
         OP, random(5, 4, 3, 6).permute(2, 0, 1, 3), upstream=random(5, 3, 4, 3).permute(1, 0, 2, 3)
     )
-
-
-def test_merge_follows_the_first_tensor():
-    assert merge_dims((2, 3, 4), (1, 2, 6), (1, 2, 6)) == [(24, 1, 1)]
-    assert merge_dims((2, 1, 4), (4, 99, 1), (0, 7, 1)) == [(2, 4, 0), (4, 1, 1)]
-    assert merge_dims((1, 1), (1, 1)) == []
 
 
 def test_order_of_memory_is_kept():
@@ -132,27 +115,6 @@ def test_empty(shape):
     out.sum().backward()
     assert out.shape == shape == gate.grad.shape
     assert ours(torch.empty(0, 8)).shape == (0, 4)
-
-
-@pytest.mark.parametrize("tile", [Config(1, 16, 4), Config(4, 8, 4), Config(2, 64, 4)])
-@pytest.mark.parametrize("width", [7, 8, 9, 63, 65])
-def test_tile_edges(assert_right, monkeypatch, tile, width):
-    patch_config(monkeypatch, tile)
-    assert_right(OP, random(3, width), random(3, width, seed=1))
-    assert_right(OP, random(3, 2 * width))
-    upstream = random(2, 3, width).transpose(0, 1)
-    assert_right(OP, random(3, 3, width)[:, 1:], random(3, 2, width), upstream=upstream)
-
-
-def test_config():
-    gpu = find_gpu("h200")
-    # One long row of contiguous data: 128 threads take two vectors of 16 bytes.
-    assert config((1, 16384 * 14336), torch.bfloat16, gpu) == Config(1, 2048, 4)
-    assert config((1, 16384 * 14336), torch.float32, gpu) == Config(1, 1024, 4)
-    assert config((16384, 100), torch.bfloat16, gpu) == Config(16, 128, 4)
-    # The interpreter takes 32 tokens of SmolLM2 in one program.
-    assert config((1, 32 * 1536), torch.float32, None).block_n >= 32 * 1536
-    assert config((70_000, 3), torch.float32, None) == Config(65536, 4, 4)
 
 
 def test_backward_twice_gives_the_same_and_inputs_stay():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nearlight.core import hardware
 from nearlight.core.ceilings import AttentionPoint, Ceilings, Point
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.hardware import find_gpu
@@ -76,9 +77,9 @@ def test_attention_backward_counts_two_and_a_half_forwards(monkeypatch):
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrate, "detect_gpu", lambda: None)
+    monkeypatch.setattr(hardware, "detect_gpu", lambda: None)
     monkeypatch.setattr(calibrate.ceilings, "user_path", lambda key: tmp_path / "never.json")
-    with pytest.raises(MissingPart, match="this machine has none"):
+    with pytest.raises(MissingPart, match=r"^calibrate measures a GPU .*; nearlight predict"):
         calibrate.calibrate()
     assert list(tmp_path.iterdir()) == []
 
@@ -87,7 +88,7 @@ def test_a_calibration_is_written_where_predictions_read_it(monkeypatch, tmp_pat
     gpu = find_gpu("h200")
     shipped = calibrate.ceilings.read(calibrate.ceilings.package_path("h200"), gpu)
     path = tmp_path / "h200" / "calibrate.json"
-    monkeypatch.setattr(calibrate, "detect_gpu", lambda: gpu)
+    monkeypatch.setattr(calibrate, "require_gpu", lambda *_: gpu)
     monkeypatch.setattr(calibrate, "measure", lambda gpu, progress: shipped)
     monkeypatch.setattr(calibrate.ceilings, "user_path", lambda key: path)
     told = []
@@ -103,7 +104,7 @@ def test_a_calibration_is_written_where_predictions_read_it(monkeypatch, tmp_pat
 
 def test_what_could_not_be_written_is_not_measured(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(calibrate, "detect_gpu", lambda: find_gpu("h200"))
+    monkeypatch.setattr(calibrate, "require_gpu", lambda *_: find_gpu("h200"))
     monkeypatch.setattr(calibrate, "measure", lambda *a: pytest.fail("measured all the same"))
     monkeypatch.setattr(
         calibrate.ceilings, "user_path", lambda key: tmp_path / "file" / "calibrate.json"

@@ -50,6 +50,16 @@ OP = Op(
 )
 """
 
+FACTORY = """
+import dataclasses
+from {helpers} import factor
+from {base} import OP as BASE
+
+def make(name):
+    reference = lambda x: factor * x
+    return dataclasses.replace(BASE, name=name, reference=reference)
+"""
+
 
 @pytest.fixture
 def write_op(tmp_path: Path) -> Callable[..., Path]:
@@ -59,6 +69,25 @@ def write_op(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / f"{name}.py"
         path.write_text(OP_FILE.format(top=top, body=body), encoding="utf-8")
         return path
+
+    return write
+
+
+@pytest.fixture
+def write_package(tmp_path: Path, write_op: Callable[..., Path]) -> Callable[[], Path]:
+    """Write a package with an op made by another file of it; return the op's file."""
+
+    def write() -> Path:
+        (tmp_path / "kit" / "ops").mkdir(parents=True)
+        (tmp_path / "kit" / "__init__.py").touch()
+        (tmp_path / "kit" / "ops" / "__init__.py").touch()
+        (tmp_path / "kit" / "helpers.py").write_text("factor = 3\n", encoding="utf-8")
+        write_op().rename(tmp_path / "kit" / "ops" / "twice.py")
+        factory = FACTORY.format(helpers="kit.helpers", base=".ops.twice")
+        (tmp_path / "kit" / "factory.py").write_text(factory, encoding="utf-8")
+        file = tmp_path / "kit" / "ops" / "thrice.py"
+        file.write_text("from ..factory import make\nTHRICE = make('thrice')\n", encoding="utf-8")
+        return file
 
     return write
 

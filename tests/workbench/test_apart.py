@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nearlight.core.errors import BadInput, MissingPart
-from nearlight.workbench.apart import check_apart
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.apart import _place, check_apart
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 
 WriteOp = Callable[..., Path]
 TWINS = Path(__file__).with_name("twins.py")
@@ -41,6 +43,14 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
     while is_alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     return not is_alive(pid)
+
+
+def test_the_place_of_a_death_is_the_innermost_line_of_the_users():
+    """Be it in a file that the op imports."""
+    frames = (torch.__file__, 3, "call"), ("/home/me/beside.py", 12, "launch"), (__file__, 1, "go")
+    trace = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
+    assert _place(trace) == " at beside.py:12 in launch"
+    assert _place(trace.split("\n")[0]) == ""
 
 
 @pytest.mark.parametrize(("body", "reason"), ENDINGS)
@@ -92,13 +102,24 @@ def test_a_crash_while_a_failure_is_made_smaller_keeps_the_failure(write_op: Wri
     assert row["reason"].endswith("(a smaller input: ended the process with exit code 7)")
 
 
-def test_a_crash_before_the_first_input_says_so(tmp_path: Path, write_op: WriteOp):
-    file = write_op(top="from nearlight.workbench.properties import values")
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("check_cases=[", "check_cases=map(os._exit, [4]) or [", 1))
-    (row,) = check_apart(str(file), only=["values"]).rows
+def test_an_op_that_forks_and_comes_back_twice_does_not_multiply(write_op: WriteOp, tmp_path: Path):
+    log = tmp_path / "log"
+    log.touch()
+    note = f"open({str(log)!r}, 'a').write(f'{{os.getpid()}} {{os.getppid()}}\\n')"
+    file = write_op(body=f"os.path.getsize({str(log)!r}) < 9000 and {note} and os.fork()")
+    report = check_apart(str(file), only=["values"])
+    assert report.proof is not None and report.proof.passed
+    calls = [line.split() for line in log.read_text().splitlines()]
+    first = calls[0][0]
+    assert {parent for pid, parent in calls if pid != first} <= {first}
+    assert all(gone(int(pid)) for pid, _ in calls)
+
+
+def test_a_crash_before_the_first_input_says_so(write_op: WriteOp):
+    file = write_op(body="os._exit(4)")
+    (row,) = check_apart(str(file), only=["poison"]).rows
     assert row["reason"] == "ended the process with exit code 4 while inputs were chosen"
-    assert row["reproduce"].endswith(f"reproduce('{file}:OP', 'values')")
+    assert row["reproduce"].endswith(f"reproduce_property('{file}:OP', 'poison')")
 
 
 def test_what_an_op_prints_stays_out_of_the_report(write_op: WriteOp, tmp_path: Path):
@@ -184,7 +205,7 @@ def test_this_side_loads_neither_torch_nor_the_file(write_op: WriteOp):
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_behind(write_op: WriteOp, tmp_path: Path, ending: signal.Signals):
     told = tmp_path / "pids"
     body = (
@@ -200,7 +221,7 @@ def test_no_process_is_left_behind(write_op: WriteOp, tmp_path: Path, ending: si
     parent.send_signal(ending)
     parent.wait(10)
     assert gone(child)
-    if ending is signal.SIGINT:
+    if ending is not signal.SIGKILL:
         assert gone(grandchild)
     elif is_alive(grandchild):
         os.kill(grandchild, signal.SIGKILL)  # the parent had no say in its own end

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nearlight.core.errors import BadInput
 from nearlight.core.op import KernelBuild
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.bad_source import refuse_builds
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 
 WriteOp = Callable[..., Path]
 
@@ -119,6 +122,42 @@ def test_cuda_that_does_not_compile_or_fit(write_op: WriteOp, right: str, wrong:
     file = write_op(top=CUDA, body=CU_LAUNCH)
     file.with_name("copy.cu").write_text(CU.replace(right, wrong), encoding="utf-8")
     assert message in complaint(file)
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_cuda_for_newer_archs_is_bad_only_for_the_gpu_at_hand(
+    write_op: WriteOp, monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool
+):
+    guard = "#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000\n#error newer archs only\n#endif\n"
+    file = write_op(top=CUDA, body=CU_LAUNCH)
+    file.with_name("copy.cu").write_text(guard + CU, encoding="utf-8")
+    if is_on_gpu:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+        assert "copy.cu does not compile for sm_89:\n" in complaint(file)
+    else:
+        rows = check(load_op(str(file)), only=["values", "shapes"]).rows
+        assert [row["status"] for row in rows] == ["not applicable"] * 2
+
+
+def test_builds_are_bad_where_none_compiles_whatever_else_the_record_does(write_op: WriteOp):
+    file = write_op(top=CUDA, body=CU_LAUNCH)
+    file.with_name("copy.cu").write_text("#if __CUDA_ARCH__ < 1000\n#error old\n#endif\n" + CU)
+    op = load_op(str(file))
+    kernel = sys.modules[op.function.__module__].copy
+
+    def builds(arch: str) -> list[KernelBuild]:
+        if arch == "sm_80":
+            raise TypeError("the record's own")
+        return [KernelBuild(kernel, {}, {})] if arch in built else []
+
+    built = {"sm_89", "sm_100"}
+    refuse_builds(dataclasses.replace(op, builds=builds))
+    built = set()
+    refuse_builds(dataclasses.replace(op, builds=builds))
+    built = {"sm_89", "sm_90"}
+    with pytest.raises(BadInput, match=r"copy.cu does not compile for sm_89:\n(.|\n)*: old"):
+        refuse_builds(dataclasses.replace(op, builds=builds))
 
 
 def test_a_device_file_that_is_not_there(write_op: WriteOp):

@@ -13,7 +13,7 @@ from nearlight.core.hardware import find_gpu
 from nearlight.workbench import bench as bench_module
 from nearlight.workbench.bench_diff import diff, parse_loss
 from nearlight.workbench.bench_report import report_of
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 
 
 def timed(case: str, time_us: float, spread_us: float = 1.0, **others):

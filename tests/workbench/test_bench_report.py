@@ -1,6 +1,6 @@
 from nearlight.core.hardware import find_gpu
 from nearlight.workbench.bench_report import report_of
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 
 
 def test_the_answer_counts_what_was_lost():

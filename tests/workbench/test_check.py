@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nearlight.core.errors import BadInput, MissingPart
+from nearlight.core.errors import MissingPart
 from nearlight.core.op import Case
 from nearlight.core.versions import versions
-from nearlight.workbench.check import ON_REQUEST, check, chosen, each_row, load_op, reproduce
+from nearlight.workbench.check import (
+    ON_REQUEST,
+    check,
+    chosen,
+    each_row,
+    reproduce,
+    reproduce_property,
+)
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import PROPERTIES
-from nearlight.workbench.verdict import source_of
 
 TWINS = Path(__file__).with_name("twins.py")
 
@@ -63,6 +70,21 @@ def test_a_failure_comes_with_its_smallest_input_as_one_line_that_runs():
 def test_reproduce_says_when_an_input_holds(capsys: pytest.CaptureFixture[str]):
     reproduce(str(TWINS), "values", {"rows": 3, "columns": 5}, torch.float32, seed=4)
     assert "values holds on this input" in capsys.readouterr().out
+    # Of a whole property it is said as its row says it.
+    reproduce_property(str(TWINS), "machine code", quick=True)
+    assert capsys.readouterr().out.endswith(
+        ": machine code: not applicable the full check compiles for every arch\n"
+    )
+
+
+def test_what_decides_a_trial_has_no_default():
+    """And nothing is taken that would be ignored."""
+    with pytest.raises(TypeError, match="'shape' and 'dtype'"):
+        reproduce(str(TWINS), "values")
+    with pytest.raises(TypeError, match="'quick'"):
+        reproduce(str(TWINS), "values", {"rows": 3, "columns": 5}, torch.float32, quick=True)
+    with pytest.raises(TypeError, match="'seed'"):
+        reproduce_property(str(TWINS), "values", seed=4)
 
 
 def test_an_op_without_kernels_is_said_to_be_plain():
@@ -83,16 +105,6 @@ def test_bad_input_is_refused_with_what_is_allowed(tmp_path: Path):
         check(twin(""), only=["speed"])
     with pytest.raises(ValueError, match="allowed are cpu and cuda"):
         check(twin(""), device="tpu")
-    with pytest.raises(ValueError, match="no op called"):
-        load_op("rms_nrm")
-    with pytest.raises(ValueError, match="no file"):
-        load_op(str(tmp_path / "absent.py"))
-    empty = tmp_path / "empty.py"
-    empty.write_text("x = 1\n")
-    with pytest.raises(ValueError, match="define OP = Op"):
-        load_op(str(empty))
-    with pytest.raises(ValueError, match="it has .*OP, "):
-        load_op(f"{TWINS}:ABSENT")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -103,77 +115,9 @@ def test_a_device_that_is_not_there_is_a_missing_part():
         reproduce(str(TWINS), "values", {"rows": 3, "columns": 5}, torch.float32, device="cuda:1")
 
 
-def test_a_file_that_does_not_import_is_bad_input_at_its_line(tmp_path: Path):
-    file = tmp_path / "broken.py"
-    for text, complaint in (
-        ("x = 1\nx = = 2\n", r"broken\.py:2: SyntaxError: invalid syntax"),
-        ("import math\n\nmath.sqrt(-1)\n", r"broken\.py:3: ValueError: math domain error"),
-        ("raise SystemExit('no GPU')\n", r"broken\.py:1: SystemExit: no GPU"),
-    ):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(BadInput, match=complaint):
-            load_op(str(file))
-
-
-FACTORY = """
-import dataclasses
-from {helpers} import factor
-from {base} import OP as BASE
-
-def make(name):
-    reference = lambda x: factor * x
-    return dataclasses.replace(BASE, name=name, reference=reference)
-"""
-
-
-def write_package(folder: Path, twice: Path) -> Path:
-    """Write a package with an op made by another file of it, beside a folder of the same stems."""
-    (folder / "kit" / "ops").mkdir(parents=True)
-    (folder / "kit" / "__init__.py").touch()
-    (folder / "kit" / "ops" / "__init__.py").touch()
-    (folder / "kit" / "helpers.py").write_text("factor = 3\n", encoding="utf-8")
-    twice.rename(folder / "kit" / "ops" / "twice.py")
-    factory = FACTORY.format(helpers="kit.helpers", base=".ops.twice")
-    (folder / "kit" / "factory.py").write_text(factory, encoding="utf-8")
-    file = folder / "kit" / "ops" / "thrice.py"
-    file.write_text("from ..factory import make\nTHRICE = make('thrice')\n", encoding="utf-8")
-    return file
-
-
-def test_a_file_imports_what_lies_beside_it_and_in_its_package(tmp_path: Path, write_op):
-    file = write_package(tmp_path, write_op())
-    op = load_op(f"{file}:THRICE")
-    assert op.name == "thrice" and source_of(op) == f"{file}:THRICE"
-    # A file of the same stem and name is another one.
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "beside.py").write_text("from twice import OP\n", encoding="utf-8")
-    write_op().rename(other / "twice.py")
-    (other / "thrice.py").write_text("from beside import OP as THRICE\n", encoding="utf-8")
-    twice = load_op(f"{other / 'thrice.py'}:THRICE")
-    assert twice.name == "twice" and source_of(op) == f"{file}:THRICE"
-    (other / "beside.py").write_text("x = 1 / 0\n", encoding="utf-8")
-    sys.modules.pop("beside")
-    with pytest.raises(BadInput, match=r"beside\.py:1: ZeroDivisionError"):
-        load_op(f"{other / 'thrice.py'}:THRICE")
-
-
-def test_a_record_without_a_reference_is_bad_input(tmp_path: Path, write_op):
-    file = write_op()
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("reference=reference,", "reference=None,"), encoding="utf-8")
-    with pytest.raises(BadInput, match="OP has reference=None; give it a function"):
-        load_op(str(file))
-    file.write_text(text.replace("reference=reference,", ""), encoding="utf-8")
-    with pytest.raises(BadInput, match=r"twice\.py:\d+: TypeError: .*'reference'"):
-        load_op(str(file))
-    with pytest.raises(BadInput, match=r"named by the Python file that launches axpy\.cu"):
-        load_op("axpy.cu")
-
-
-def test_every_line_that_reproduces_runs_as_it_is_printed(tmp_path: Path, write_op):
+def test_every_line_that_reproduces_runs_as_it_is_printed(tmp_path: Path, write_package):
     """Of a factory's record, of options without a literal, of what fails before an input is."""
-    file = write_package(tmp_path, write_op())
+    file = write_package()
     infinite = tmp_path / "infinite.py"
     text = (tmp_path / "kit" / "ops" / "twice.py").read_text(encoding="utf-8")
     text = text.replace("backend=", "limit=(0.0,), backend=").replace("pass", "x = x + 1", 1)
@@ -195,7 +139,7 @@ def test_every_line_that_reproduces_runs_as_it_is_printed(tmp_path: Path, write_
         assert run.returncode == 1, (row["reproduce"], run.stderr)
         assert run.stderr.splitlines()[-1].startswith(complaint), run.stderr
         assert row["reason"] in run.stderr
-    assert "reproduce('" in row["reproduce"] and row["reproduce"].endswith("'poison')")
+    assert "reproduce_property('" in row["reproduce"] and row["reproduce"].endswith("'poison')")
     assert row["reason"].endswith(" in twice, while inputs were chosen")
 
 

@@ -26,7 +26,7 @@ NEVER = Row(4, "size", NOT_APPLICABLE, 0, "the record names no case for a GPU", 
             "scale: 1 of 2 properties hold, 1 needs a GPU; broken: layouts",
             False,
         ),
-        ([GPU], "scale: 0 of 0 properties hold, 1 needs a GPU", False),
+        ([GPU], "scale: values not run; 0 of 0 properties hold, 1 needs a GPU", False),
     ],
 )
 def test_the_answer_counts_what_holds_and_what_needs_a_gpu(rows, answer, passed):

@@ -12,7 +12,8 @@ import pytest
 
 import nearlight
 from nearlight.workbench.apart import check_apart
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import PROPERTIES
 
 TABLE = runpy.run_path(str(Path(__file__).parent / "defects" / "table.py"))

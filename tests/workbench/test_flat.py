@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from nearlight.core.op import Extreme
+from nearlight.core.hardware import find_gpu
+from nearlight.core.op import Case, Extreme
+from nearlight.workbench import bench
 from nearlight.workbench.check import check
-from nearlight.workbench.flat import flattened
 from nearlight.workbench.trial import Trial, make_inputs
 
 
@@ -35,7 +37,7 @@ class Product(torch.autograd.Function):
 
 def test_each_tensor_of_a_list_is_an_input_of_its_own(plain_op, failures):
     sound = plain_op(product, make_inputs=two_matrices)
-    assert list(make_inputs(flattened(sound), Trial(sound.check_cases[0]), "cpu")) == [
+    assert list(make_inputs(sound, Trial(sound.check_cases[0]), "cpu")) == [
         "xs[0]",
         "xs[1]",
         "power",
@@ -45,6 +47,21 @@ def test_each_tensor_of_a_list_is_an_input_of_its_own(plain_op, failures):
     found = failures(wrong, "values", "lifecycle")
     assert found["values"].startswith("gradient of xs[1]: ")
     assert found["values"].endswith("it is 0.5 times what is right")
+
+
+def test_a_bench_case_that_a_cpu_cannot_make_hides_no_gradient(plain_op, failures):
+    def make_small(case, device, generator):
+        if case.name == "large" and device.type == "cpu":
+            raise ValueError("large runs on a GPU alone")
+        return two_matrices(case, device, generator)
+
+    wrong = plain_op(
+        lambda xs, power: Product.apply(*xs),
+        product,
+        make_inputs=make_small,
+        cases=[Case("large", {"rows": 1, "columns": 1}, torch.float32)],
+    )
+    assert failures(wrong, "values")["values"].startswith("gradient of xs[1]: ")
 
 
 def test_layouts_of_a_list_are_tried_and_refused_by_its_name(plain_op, failures):
@@ -73,12 +90,15 @@ def test_an_extreme_of_the_record_sees_the_list(plain_op):
     assert row["status"] == "passed" and row["num_trials"] > 4
 
 
-def test_a_peer_is_called_with_the_list(plain_op):
-    op = flattened(plain_op(product, make_inputs=two_matrices, peers={"other": lambda: product}))
-    inputs = make_inputs(op, Trial(op.check_cases[0]), "cpu")
-    assert torch.equal(op.peers["other"]()(**inputs), op.reference(**inputs))
-
-
-def test_an_op_without_lists_stays_itself(plain_op):
-    op = plain_op(lambda x: 2 * x)
-    assert flattened(op) is op
+def test_the_op_and_its_peers_are_timed_with_the_list(plain_op, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(bench, "MIN_REPEATS", 2)
+    op = plain_op(product, make_inputs=two_matrices, peers={"other": lambda: product})
+    machine = bench.Machine("cpu", find_gpu("h200"))
+    rows = bench.measure(op, machine, ["other"], op.check_cases[:1])
+    timed = [row for row in rows if row["implementation"] in (bench.OURS, "other")]
+    assert len(timed) == 8
+    for row in timed:
+        is_host = row["case"].startswith("host cost")
+        assert row["check"] == ("" if is_host else "held to float64 reference")
+        assert row["host_us" if is_host else "time_us"] > 0

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from nearlight.core.op import Case
 from nearlight.workbench import gpu_steps
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 from nearlight.workbench.trial import Trial
 
 TRIAL = Trial(Case("small", {"rows": 4, "columns": 6}, torch.float32))

@@ -9,8 +9,8 @@ import torch
 
 from nearlight.core.cuda import Kernel, NoEmulator
 from nearlight.core.op import Case
-from nearlight.workbench.check import load_op
 from nearlight.workbench.launches import launches
+from nearlight.workbench.load import load_op
 from nearlight.workbench.trial import Trial, kernels, make_inputs, run
 
 OP = load_op(str(Path(__file__).with_name("twins.py")))

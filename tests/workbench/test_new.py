@@ -18,7 +18,8 @@ from nearlight.core.errors import BadInput
 from nearlight.core.hardware import GPUS, find_gpu
 from nearlight.core.op import Op
 from nearlight.workbench import bench
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 from nearlight.workbench.new import LANGUAGES, new, render
 
 edit = runpy.run_path(str(Path(__file__).with_name("edited.py")))["edit"]
@@ -90,7 +91,7 @@ def edited(file: Path, lang: str, right: str = "", wrong: str = "") -> Op:
 
 
 def test_edits_at_the_three_places_make_another_op_with_other_arguments(tmp_path):
-    report = check(edited(tmp_path / "silu.py", "triton"), quick=True)
+    report = check(edited(tmp_path / "swish.py", "triton"), quick=True)
     assert report.proof.passed, report.rows
     assert "_bwd_kernel" in report.proof.method
 
@@ -207,6 +208,8 @@ def test_the_report_names_the_files_the_places_to_edit_and_the_next_command(tmp_
         ("2x", "identifier"),
         ("../gain", "identifier"),
         ("test_gain", "begin with test_"),
+        ("conftest", "by itself"),
+        ("setup", "by itself"),
         ("sum", "would hide"),
         ("torch", "would hide"),
         ("json", "would hide"),
@@ -251,3 +254,18 @@ def test_the_command_line_writes_an_op_that_loads(tmp_path, monkeypatch, capsys)
         "nearlight check "
     )
     assert isinstance(load_op(str(tmp_path / "gain.py")), Op)
+
+
+def test_the_cuda_op_finds_its_kernels_from_a_link_elsewhere(written, tmp_path):
+    folder, _ = written["cuda"]
+    link = tmp_path / "linked.py"
+    link.symlink_to(folder / "cuda_gain.py")
+    text = link.read_text("utf-8").replace("cuda_gain_ops::", "linked_ops::")
+    (tmp_path / "target").mkdir()
+    for file in ("cuda_gain.cu", "cuda_gain.py"):
+        (tmp_path / "target" / file).write_text((folder / file).read_text("utf-8"), "utf-8")
+    (tmp_path / "target" / "cuda_gain.py").write_text(text, "utf-8")
+    link.unlink()
+    link.symlink_to(tmp_path / "target" / "cuda_gain.py")
+    first, *_ = load_op(str(link)).builds("sm_90")
+    assert compile_build(first, "sm_90").registers > 0

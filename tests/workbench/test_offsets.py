@@ -15,7 +15,7 @@ from nearlight.core.cuda import Kernel
 from nearlight.core.op import KernelBuild
 from nearlight.core.triton import jit
 from nearlight.ops import OPS
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 from nearlight.workbench.offsets import narrow_products
 
 CUDA = Path(__file__).parent / "kernels" / "offsets.cu"

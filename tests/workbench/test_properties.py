@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nearlight.core.op import Case
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import extremes, size
 from nearlight.workbench.trial import Trial
 

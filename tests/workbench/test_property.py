@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from nearlight.core.op import Case
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 from nearlight.workbench.property import cover, plural, remark, remarked, resized, tile_edges
 
 OP = load_op(str(Path(__file__).with_name("twins.py")))

@@ -15,9 +15,10 @@ import torch
 
 import nearlight
 from nearlight.core.errors import BadInput
+from nearlight.core.op import Case
 from nearlight.workbench import prove, record
 from nearlight.workbench.apart import check_apart
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 from nearlight.workbench.new import new
 from nearlight.workbench.properties import PROPERTIES
 
@@ -100,7 +101,7 @@ def test_an_op_of_the_users_is_proved_once(write_op: WriteOp, monkeypatch: pytes
 def test_what_was_not_run_without_a_gpu_is_said_each_time_and_kept(tmp_path, monkeypatch):
     new("unrun_gain", "cuda", tmp_path)
     file = tmp_path / "unrun_gain.py"
-    told = re.escape(str(file)) + r"(:OP)?: values, layouts, poison not run, for CUDA C\+\+ needs"
+    told = re.escape(str(file)) + r"(:OP)?: values, layouts, poison not run: CUDA C\+\+ on CPU"
     for op in (str(file), str(file), load_op(f"{file}:OP")):  # the first is proved
         with pytest.warns(UserWarning, match=told):
             nearlight.assert_proved(op, quick=True)
@@ -118,8 +119,16 @@ def test_what_was_not_run_without_a_gpu_is_said_each_time_and_kept(tmp_path, mon
         record.outdated(path, kept["sources"], True, "cuda") == "it was proved on cpu, this is cuda"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(AssertionError, match=f"{told} a GPU, which is here: .*device='cuda'"):
+    with pytest.raises(AssertionError, match=f"{told} .*; one is here: .*device='cuda'"):
         nearlight.assert_proved(str(file), quick=True)
+
+
+def test_each_property_that_takes_a_gpu_is_warned_of_though_values_were_run(write_op: WriteOp):
+    op = replace(load_op(str(write_op())), name="in memory")
+    told = "in memory: size, determinism not run: the record names no builds to scan.*; the interp"
+    cases = [Case("one row", {"rows": 1, "columns": 1}, torch.float32)]
+    with pytest.warns(UserWarning, match=told):
+        nearlight.assert_proved(replace(op, check_cases=cases))
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_does_no_harm(write_op: WriteOp):

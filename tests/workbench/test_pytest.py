@@ -58,6 +58,15 @@ def test_an_op_is_proved_in_one_child(run, pytester: pytest.Pytester, write_op: 
     assert (pytester.path / "my_op.py.loaded").read_text() == "x"
 
 
+@pytest.mark.slow
+def test_an_op_is_proved_by_one_worker_of_xdist(pytester: pytest.Pytester, write_op: WriteOp):
+    write_op(top="open(__file__ + '.loaded', 'a').write('x')").rename(pytester.path / "my_op.py")
+    options = ("--nearlight-op", "my_op.py", "-k", "values or poison", "-n", "2")
+    result = pytester.runpytest_subprocess("-p", plugin.__name__, *options, "--dist", "loadfile")
+    result.assert_outcomes(passed=2)
+    assert (pytester.path / "my_op.py.loaded").read_text() == "x"
+
+
 def test_a_file_that_is_not_there_is_a_usage_error(run):
     result = run("--nearlight-op", "absent.py")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -71,7 +80,7 @@ def test_the_fixture_proves_files_beside_the_test_and_records(
     write_op().rename(folder / "good.py")
     write_op(body="return 3 * x").rename(folder / "bad.py")
     (folder / "test_ops.py").write_text(
-        "from nearlight.workbench.check import load_op\n"
+        "from nearlight.workbench.load import load_op\n"
         "BAD = load_op(__file__.replace('test_ops', 'bad'))\n"
         "def test_good(check_op):\n"
         "    assert check_op('good.py', quick=True).proof.passed\n"
@@ -98,7 +107,7 @@ def test_the_fixture_warns_of_what_was_not_run(run, pytester: pytest.Pytester):
     )
     result = run("test_piece.py")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*piece: 1 of 1 properties hold, 1 needs a GPU: *values not run*"])
+    result.stdout.fnmatch_lines(["*piece: values not run; 1 of 1 properties hold, 1 needs a GPU*"])
 
 
 def num_properties(quick: bool = False) -> int:

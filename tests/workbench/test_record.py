@@ -9,7 +9,8 @@ import pytest
 
 from nearlight.core.versions import versions
 from nearlight.workbench import record
-from nearlight.workbench.check import list_ops, load_op
+from nearlight.workbench.check import list_ops
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import PROPERTIES
 
 TWINS = Path(__file__).with_name("twins.py")
@@ -41,6 +42,32 @@ def test_sources_hold_the_file_its_device_file_and_the_headers_they_include(own_
         "scale.cuh",
         "scale.py",
     ]
+
+
+def test_every_header_in_reach_of_a_device_file_is_a_source(tmp_path: Path):
+    texts = {
+        "my_op.py": "CU = 'cu/k.cu'\n",
+        "far/real.cu": '#include/**/"a.h"\n#inclu\\\nde "b.h"\n#include "l.h"\n',
+        "cu/a.h": "\xe9",
+        "cu/b.h": "#include <cuda_fp16.h>\n",
+        "cu/c.h": "",
+        "far/real.h": '#include "c.h"\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    (tmp_path / "cu" / "k.cu").symlink_to(tmp_path / "far" / "real.cu")
+    (tmp_path / "cu" / "l.h").symlink_to(tmp_path / "far" / "real.h")
+    names = [f"cu/{name}" for name in ("a.h", "b.h", "c.h", "k.cu", "l.h")]
+    assert list(record.file_sources(tmp_path / "my_op.py")) == [*names, "my_op.py"]
+
+
+def test_a_header_that_only_the_compiler_knows_never_lets_a_record_hold(own_op, tmp_path: Path):
+    (tmp_path / "scale.cuh").write_text("#include HEADER\n")
+    saved(own_op, tmp_path)
+    assert record.stale(own_op, tmp_path) == (
+        "scale.cu includes a header by a macro, which only the compiler can follow"
+    )
 
 
 def test_sources_of_a_users_file_hold_what_it_imports_and_names_beside_it(tmp_path: Path):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nearlight.workbench.check import load_op
 from nearlight.workbench.launches import launches
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import sanitizer
 from nearlight.workbench.property import NotApplicable
 from nearlight.workbench.trial import Trial

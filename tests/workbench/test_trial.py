@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nearlight.core.op import Case
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 from nearlight.workbench.trial import (
     UPSTREAM,
     Rejected,

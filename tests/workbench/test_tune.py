@@ -263,7 +263,7 @@ def test_cases_by_name_and_by_sizes():
 def test_what_is_found_is_written_dated_and_taken(monkeypatch):
     found = list(search(OP, MACHINE, timer=Timer(_2=10.0)))
     measured_on = {"torch": "2.13", "triton": "3.7", "driver": "580", "commit": "abc", "date": "d"}
-    monkeypatch.setattr(tune_module, "detect_gpu", lambda: H200)
+    monkeypatch.setattr(tune_module, "require_gpu", lambda *_: H200)
     monkeypatch.setattr(tune_module, "versions", lambda on_gpu: measured_on)
     monkeypatch.setattr(tune_module, "search", lambda *args, **options: found)
     arguments = (6, 40), torch.float32, H200
@@ -292,7 +292,7 @@ def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch):
         yield found
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune_module, "detect_gpu", lambda: H200)
+    monkeypatch.setattr(tune_module, "require_gpu", lambda *_: H200)
     monkeypatch.setattr(tune_module, "versions", lambda on_gpu: {})
     monkeypatch.setattr(tune_module, "search", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -320,9 +320,14 @@ def test_without_a_gpu_it_says_so():
 
 # Tiles of several rows, several tiles of a row, and rows too wide for one tile.
 SHAPES = {
+    "adamw": [{"tensors": 2, "rows": 5, "N": 300}],
     "rms_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "layer_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "swiglu": [{"rows": 9, "N": 3000}],
+    "geglu": [{"rows": 9, "N": 3000}],
+    "gelu": [{"rows": 9, "N": 3000}],
+    "relu2": [{"rows": 9, "N": 3000}],
+    "silu": [{"rows": 9, "N": 3000}],
     "rope": [{"B": 1, "S": 20, "H": 20, "HK": 5, "D": 64}],
     "linear_cross_entropy": [{"BT": 3, "H": 16, "V": 2500}],
 }

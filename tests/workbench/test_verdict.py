@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from nearlight.core import cuda
 from nearlight.core.op import Case
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench import verdict
+from nearlight.workbench.check import check
 from nearlight.workbench.check_report import NOT_APPLICABLE
+from nearlight.workbench.load import load_op
 from nearlight.workbench.property import Property
 from nearlight.workbench.trial import Rejected, Trial
-from nearlight.workbench.verdict import ON_A_GPU, _describe, home_of, prove_property, source_of
+from nearlight.workbench.verdict import ON_A_GPU, _describe, prove_property
 
 TWINS = Path(__file__).with_name("twins.py")
 OP = load_op(str(TWINS))
@@ -69,6 +68,18 @@ def test_each_input_is_announced_before_it_runs_and_each_smaller_failure_with_it
     assert known == [("10", "too many rows"), ("5", "too many rows"), ("4", "too many rows")]
     assert (row.status, row.reason) == ("failed", "too many rows")
     assert "{'rows': 4, 'columns': 1}" in row.reproduce
+
+
+def test_the_ops_file_is_looked_for_once_however_many_inputs(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    monkeypatch.setattr(verdict, "source_of", lambda op: asked.append(op.name) or "my_op.py:OP")
+    cases = [Case("", {"rows": rows, "columns": 1}, torch.float32) for rows in (8, 9)]
+    found = Property(
+        4, "size", "", lambda *_: map(Trial, cases), lambda _, trial, __: "no" * (trial.size > 8)
+    )
+    row = prove_property(found, OP, False, "cpu", lambda line, reason: None)
+    assert row.status == "failed" and "reproduce('my_op.py:OP', 'size', {" in row.reproduce
+    assert asked == [OP.name]
 
 
 @pytest.mark.parametrize(("rows", "smallest", "reason"), [(20, 5, "wrong"), (4, 1, "raised V")])
@@ -141,7 +152,7 @@ def test_cuda_on_cpu_tensors_is_not_judged_and_the_answer_counts_it(cuda_op):
         (NOT_APPLICABLE, ON_A_GPU)
     }
     assert report.setup.startswith("quick check, compiled and read, values not run")
-    assert report.answer == "scale (sound): 0 of 0 properties hold, 3 need a GPU"
+    assert report.answer == "scale (sound): values not run; 0 of 0 properties hold, 3 need a GPU"
     assert "kernels scale" in report.setup
     assert report.next.startswith("on a machine with a GPU: nearlight check ")
     assert report.proof is not None and not report.proof.passed
@@ -166,30 +177,11 @@ def test_a_property_that_catches_what_cannot_run_does_not_judge_it(cuda_op, swal
     assert row.needs_gpu
 
 
-def test_an_op_is_found_again_by_the_file_that_holds_its_record(tmp_path: Path):
-    op = load_op(str(TWINS))
-    assert home_of(op) == source_of(op) == f"{TWINS}:OP"
-    load_op(str(TWINS))  # once more: the record is no longer the file's own
-    assert (home_of(op), source_of(op)) == ("", f"{TWINS}:OP")
-    wrapped = functools.wraps(OP.function)(lambda **inputs: OP.function(**inputs))
-    assert source_of(dataclasses.replace(op, function=wrapped)) == f"{TWINS}:OP"
-    assert source_of(dataclasses.replace(op, function=lambda **inputs: None)) == ""
-    assert source_of(load_op(f"{TWINS}:WRONG_FACTOR")) == f"{TWINS}:WRONG_FACTOR"
-    assert home_of(load_op("rms_norm")) == "rms_norm"
-    # A reference of torch's own does not make torch the op's file.
-    plain = tmp_path / "plain.py"
-    text = TWINS.read_text(encoding="utf-8").replace("twins::", "plain_twins::")
-    text += "\nPLAIN = __import__('dataclasses').replace(\n"
-    plain.write_text(text + "    OP, reference=torch.nn.functional.silu)\n", encoding="utf-8")
-    assert source_of(load_op(f"{plain}:PLAIN")) == f"{plain}:PLAIN"
-    assert home_of(dataclasses.replace(OP, name="another")) == ""
+@pytest.mark.parametrize("kind", [GeneratorExit, BaseException, SystemExit])
+def test_whatever_an_op_raises_is_the_finding(plain_op, kind: type[BaseException]):
+    def function(x):
+        raise kind("odd")
 
-
-def test_a_file_that_only_imports_a_record_is_not_its_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    op, ours = load_op(str(TWINS)), load_op("rms_norm")
-    importer = ModuleType("test_importer")
-    importer.__file__, importer.OP, importer.OURS = str(tmp_path / "test_importer.py"), op, ours
-    monkeypatch.setitem(sys.modules, "test_importer", importer)  # the last import of all
-    assert (home_of(op), home_of(ours)) == (f"{TWINS}:OP", "rms_norm")
+    op = plain_op(function, lambda x: 2 * x)
+    (row,) = check(op, only=["values"]).rows
+    assert row["status"] == "failed" and f"{kind.__name__}: odd" in row["reason"]

@@ -19,11 +19,11 @@ from nearlight.core.interpreter.patches import patched
 from nearlight.core.interpreter.reductions import make_tensor
 from nearlight.core.interpreter.source import rewritten
 from nearlight.core.interpreter.types import builder
+from nearlight.core.launch import misfit
 
 # Held while `tl` is patched, and by everything that compiles.
 lock = threading.RLock()
 
-MAX_GRID = (2**31 - 1, 65_535, 65_535)
 _pointer_types: dict[torch.dtype, Any] = {}
 
 
@@ -62,11 +62,8 @@ def launch(
 
 def _grid(grid: Any) -> tuple[int, ...]:
     sizes = tuple(int(n) for n in grid)
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"grid {sizes}: allowed are one to three sizes")
-    for axis, (size, limit) in enumerate(zip(sizes, MAX_GRID, strict=False)):
-        if not 0 <= size <= limit:
-            raise ValueError(f"grid {sizes}: axis {axis} of a launch takes 0 to {limit}")
+    if reason := misfit(sizes):
+        raise ValueError(reason)
     return sizes + (1,) * (3 - len(sizes))
 
 

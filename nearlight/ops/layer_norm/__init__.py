@@ -22,13 +22,8 @@ from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
-from nearlight.core.rows import (
-    MAX_BLOCK,
-    MAX_WIDTH,
-    accumulator,
-    check_rows,
-    with_budgets,
-)
+from nearlight.core.row_config import MAX_BLOCK
+from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows, with_budgets
 from nearlight.ops.layer_norm.kernels import config
 from nearlight.ops.layer_norm.registration import (
     backward,
@@ -170,7 +165,7 @@ def _builds(arch: str) -> Sequence[KernelBuild]:
             x = torch.empty(rows, width, dtype=dtype, device="meta")
             _, mean, rstd = forward(x, x[0], x[0], 1e-5, dtype)
             backward(x, x, x[0], x[0], mean, rstd, [True] * 3)
-    return with_budgets(builds, forward_registers=168)
+    return with_budgets(builds, forward_registers=96)
 
 
 def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:

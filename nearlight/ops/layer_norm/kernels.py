@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from nearlight.core.hardware import Gpu
-from nearlight.core.rows import (
+from nearlight.core.row_config import (
     MAX_BLOCK,
     RowConfig,
     backward_candidates,
@@ -41,6 +41,7 @@ def config(
 ) -> RowConfig:
     """Choose the launch for (rows, N) on a GPU, or for the interpreter where `gpu` is None."""
     if direction == "forward":
+        # Three sums one after the other: with half the warps twice as many rows are in flight.
         return forward_config(shape, gpu, 64 if shape[1] <= MAX_BLOCK // 2 else 32)
     return backward_config(shape, dtype, gpu, num_sums=2)
 

@@ -11,9 +11,11 @@ from nearlight.core.cost import Cost, tensor_bytes
 from nearlight.core.hardware import find_gpu
 from nearlight.core.launch import launch_gpu
 from nearlight.core.register import register_op
+from nearlight.core.row_config import (
+    MAX_BLOCK,
+)
 from nearlight.core.rows import (
     FEW_COLUMNS,
-    MAX_BLOCK,
     accumulator,
     accumulator_pipe,
     row_backward,

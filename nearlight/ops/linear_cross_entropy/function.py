@@ -115,7 +115,7 @@ def _autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cast as autocast casts the inputs of torch.nn.functional.linear: all but fp64."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
 

@@ -20,13 +20,8 @@ from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
-from nearlight.core.rows import (
-    MAX_BLOCK,
-    MAX_WIDTH,
-    accumulator,
-    check_rows,
-    with_budgets,
-)
+from nearlight.core.row_config import MAX_BLOCK
+from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows, with_budgets
 from nearlight.ops.rms_norm.kernels import config
 from nearlight.ops.rms_norm.registration import (
     backward,

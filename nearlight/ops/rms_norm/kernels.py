@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from nearlight.core.hardware import Gpu
-from nearlight.core.rows import (
+from nearlight.core.row_config import (
     RowConfig,
     backward_candidates,
     backward_config,

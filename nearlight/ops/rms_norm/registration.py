@@ -11,14 +11,8 @@ from nearlight.core.cost import Cost, tensor_bytes
 from nearlight.core.hardware import find_gpu
 from nearlight.core.launch import launch_gpu
 from nearlight.core.register import register_op
-from nearlight.core.rows import (
-    MAX_BLOCK,
-    accumulator,
-    accumulator_pipe,
-    row_backward,
-    row_forward,
-    row_shape,
-)
+from nearlight.core.row_config import MAX_BLOCK
+from nearlight.core.rows import accumulator, accumulator_pipe, row_backward, row_forward, row_shape
 from nearlight.ops.rms_norm import kernels
 
 

@@ -17,7 +17,7 @@ def progress(is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
         yield lambda message: None
         return
     start = time.monotonic()
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if not console.is_terminal:
 
         def say(message: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nearlight.core.errors import BadInput, MissingPart, one_line
+from nearlight.core.versions import install_line
 from nearlight.profiler.target import smollm2
 from nearlight.profiler.target.batches import (
     RANDOM_SOURCE,
@@ -275,11 +276,11 @@ def _require_hf() -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPart(
-            f'models need {", ".join(missing)}, not installed here: pip install "nearlight[hf]"'
+            f"models need {', '.join(missing)}, not installed here: {install_line('hf')}"
         )
     version = importlib.metadata.version("transformers")
     if not (5, 17) <= tuple(int(part) for part in version.split(".")[:2]) < (6, 0):
         raise MissingPart(
             f"transformers {version} is installed, nearlight needs 5.17 or later of 5.x: "
-            'pip install "nearlight[hf]"'
+            f"{install_line('hf')}"
         )

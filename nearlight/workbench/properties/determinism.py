@@ -10,6 +10,8 @@ import torch
 from nearlight.core.builds import compile_build
 from nearlight.core.machine_code import MachineCode
 from nearlight.core.op import Op
+from nearlight.workbench.bad_source import builds_of
+from nearlight.workbench.compare import bits
 from nearlight.workbench.property import (
     MAX_DERIVED_SIZE,
     NeedsGpu,
@@ -36,7 +38,7 @@ _IN_SASS = re.compile(r"(?:ATOM|ATOMG|ATOMS|RED|REDG)\.(?:\w+\.)*ADD\.(?:\w+\.)*
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """The machine code of each arch; on a GPU a small case of each option and a larger one."""
-    arches = [arch for arch in ARCHES if op.builds(arch)]
+    arches = [arch for arch in ARCHES if builds_of(op, arch)]
     if device == "cpu" and not arches:
         raise NeedsGpu(
             "the interpreter runs one program after the other, which proves nothing, and the "
@@ -55,7 +57,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     """Look for float atomics in the machine code of an arch, or run one input many times."""
     if not trial.step:
         return _differs(op, trial, device)
-    builds = op.builds(trial.step)
+    builds = builds_of(op, trial.step)
     for build in builds:
         code = compile_build(build, trial.step)
         if found := float_atomics(code):
@@ -92,7 +94,7 @@ def _differs(op: Op, trial: Trial, device: str) -> str:
             found = _named(run(op.function, inputs, upstream))
         first = first or found
         for name, tensor in found.items():
-            if num_other := int((_bits(tensor) != _bits(first[name])).sum()):
+            if num_other := int((bits(tensor) != bits(first[name])).sum()):
                 return (
                     f"{name} differs between runs: {num_other} bytes of run {number} are not those "
                     "of the first"
@@ -105,10 +107,6 @@ def _named(result: Result) -> dict[str, torch.Tensor]:
     named = {f"output {index}": output for index, output in enumerate(result.outputs)}
     gradients = {f"the gradient of {n}": g for n, g in result.gradients.items() if g is not None}
     return {name: t.detach() for name, t in (named | gradients).items()}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 PROPERTY = Property(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from nearlight.core.op import Case, Extreme, Inputs, Op
 from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.flat import on_flat
 from nearlight.workbench.property import Property, base_cases
 from nearlight.workbench.trial import (
     Refused,
@@ -78,6 +80,7 @@ def _examine(op: Op, trial: Trial, device: str) -> str:
         if trial.step in known:
             return settle(lambda again: _implied(op, known[trial.step], again, device), trial)
         raise ValueError(f"{op.name} lists no extreme called {trial.step!r}")
+    extreme = replace(extreme, change=on_flat(extreme.change))
     if extreme.raises is not None:
         return _raises(op, extreme, extreme.change(make_inputs(op, trial, device)))
     return settle(lambda again: _extreme(op, extreme, again, device), trial)

@@ -13,15 +13,16 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from nearlight.core.op import Inputs, Op
-from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench import settings
+from nearlight.workbench.compare import Compared, changed_since, copies, same_bits, settle
 from nearlight.workbench.property import Property, base_cases, remark
 from nearlight.workbench.trial import (
     Result,
     Standard,
     Trial,
     Upstream,
+    call,
     differentiable,
-    flatten,
     fresh,
     held_to,
     kernels,
@@ -90,13 +91,13 @@ def examine(op: Op, trial: Trial, device: str) -> str:
 def _without_graph(
     op: Op, expected: Standard, mode: Callable[[], AbstractContextManager[Any]]
 ) -> Compared | str:
-    before = _bits(expected.inputs)
+    before = copies(expected.inputs)
     with mode():
-        outputs = flatten(op.function(**fresh(expected.inputs, differentiable(expected.inputs))))
+        outputs = call(op.function, fresh(expected.inputs, differentiable(expected.inputs)))
     if any(output.requires_grad for output in outputs):
         return "the output requires a gradient"
     plain = [output.detach() for output in outputs]
-    if changed := _changed(before, expected.inputs):
+    if changed := changed_since(before, expected.inputs):
         return f"{changed} was changed"
     return Compared(Result(plain, {}), expected)
 
@@ -105,7 +106,7 @@ def _frozen(op: Op, expected: Standard, frozen: list[str]) -> Compared | str:
     """Freeze some inputs: no gradient for them, the right one for the rest."""
     trainable = [name for name in differentiable(expected.inputs) if name not in frozen]
     leaves = fresh(expected.inputs, trainable)
-    outputs = flatten(op.function(**leaves))
+    outputs = call(op.function, leaves)
     roots, above = roots_of(outputs, expected.upstream)
     if not trainable:
         return "everything is frozen, yet the output requires a gradient" if roots else ""
@@ -126,7 +127,7 @@ def _frozen(op: Op, expected: Standard, frozen: list[str]) -> Compared | str:
 def _backward_twice(op: Op, expected: Standard) -> str:
     """A second backward through a kept graph is equal bit by bit, or raises."""
     leaves = fresh(expected.inputs)
-    roots, above = roots_of(flatten(op.function(**leaves)), expected.upstream)
+    roots, above = roots_of(call(op.function, leaves), expected.upstream)
     wanted = [leaves[name] for name in differentiable(leaves)]
 
     def backward() -> tuple[torch.Tensor | None, ...]:
@@ -139,9 +140,9 @@ def _backward_twice(op: Op, expected: Standard) -> str:
     except RuntimeError:
         return ""
     for name, old, new, returned in zip(differentiable(leaves), kept, second, first, strict=True):
-        if not _same_bits(old, new):
+        if not same_bits(old, new):
             return f"the second backward gives another gradient of {name}, silently"
-        if not _same_bits(old, returned):
+        if not same_bits(old, returned):
             return f"the second backward changed the gradient of {name} that the first returned"
     return ""
 
@@ -164,7 +165,7 @@ def _second_order(function: Callable[..., object], inputs: Inputs, upstream: Ups
     gradient has lost its history then drops its term without an error, and is found out.
     """
     leaves = fresh(inputs)
-    roots, above = roots_of(flatten(function(**leaves)), upstream)
+    roots, above = roots_of(call(function, leaves), upstream)
     wanted = [leaves[name] for name in differentiable(leaves)]
     above = [gradient.detach().clone().requires_grad_() for gradient in above]
     gradients = torch.autograd.grad(roots, wanted, above, create_graph=True, allow_unused=True)
@@ -189,14 +190,14 @@ def _unchanged(op: Op, expected: Standard) -> str:
     leaves = fresh(expected.inputs)
     upstream = {f"the upstream gradient {i}": g for i, g in enumerate(expected.upstream)}
     watched = tensors({**leaves, **upstream})
-    before, versions = _bits(watched), {name: t._version for name, t in watched.items()}
-    roots, above = roots_of(flatten(op.function(**leaves)), expected.upstream)
-    if changed := _changed(before, watched):
+    before, versions = copies(watched), {name: t._version for name, t in watched.items()}
+    roots, above = roots_of(call(op.function, leaves), expected.upstream)
+    if changed := changed_since(before, watched):
         return f"the forward changed {changed} in place"
     if roots:
         wanted = [leaves[name] for name in differentiable(leaves)]
         torch.autograd.grad(roots, wanted, above, allow_unused=True)
-    if changed := _changed(before, watched):
+    if changed := changed_since(before, watched):
         return f"the backward changed {changed} in place"
     touched = [name for name, tensor in watched.items() if tensor._version != versions[name]]
     return f"{touched[0]} was written in place" if touched else ""
@@ -205,17 +206,17 @@ def _unchanged(op: Op, expected: Standard) -> str:
 def _alias(op: Op, expected: Standard) -> str:
     """Outputs own their memory, and a second call leaves the first one's result alone."""
     leaves = fresh(expected.inputs)
-    outputs = flatten(op.function(**leaves))
+    outputs = call(op.function, leaves)
     places = {_storage(tensor): name for name, tensor in tensors(leaves).items() if tensor.numel()}
     for index, output in enumerate(outputs):
         if output.numel() and _storage(output) in places:
             return f"output {index} shares its memory with {places[_storage(output)]}"
     kept = [output.detach().clone() for output in outputs]
-    again = flatten(op.function(**leaves))
+    again = call(op.function, leaves)
     for index, (output, old, new) in enumerate(zip(outputs, kept, again, strict=True)):
         if output.numel() and _storage(output) == _storage(new):
             return f"output {index} of two calls is the same memory"
-        if not _same_bits(output.detach(), old):
+        if not same_bits(output.detach(), old):
             return f"a second call changed output {index} of the first"
     return ""
 
@@ -237,7 +238,7 @@ def _accumulated(op: Op, expected: Standard) -> Compared:
     def accumulate(function: Callable[..., object], inputs: Inputs, upstream: Upstream) -> Result:
         leaves = fresh(inputs)
         for half in (upstream, scaled(upstream, -0.5)):  # exact in any dtype
-            roots, above = roots_of(flatten(function(**leaves)), half)
+            roots, above = roots_of(call(function, leaves), half)
             torch.autograd.backward(roots, above)
         return Result((), {name: leaves[name].grad for name in differentiable(leaves)})
 
@@ -295,6 +296,39 @@ def _default_dtype(op: Op, expected: Standard) -> Compared:
         torch.set_default_dtype(former)
 
 
+def _process(op: Op, expected: Standard) -> str:
+    """What a call sets for the whole process it sets back."""
+    return settings.left_changed(lambda: run(op.function, expected.inputs, expected.upstream))
+
+
+def _written_between(op: Op, expected: Standard) -> Compared | str:
+    """An input or output written between forward and backward: right gradients, or an error."""
+    wanted = differentiable(expected.inputs)
+    results = [f"output {index}" for index in range(len(expected.plain.outputs))]
+    given = {}
+    for written in (*tensors(expected.inputs), *results):
+        leaves = tree_map_only(torch.Tensor, _placed, expected.inputs)
+        outputs = call(op.function, leaves)
+        roots, above = roots_of(outputs, expected.upstream)
+        places = tensors(leaves) | dict(zip(results, outputs, strict=False))
+        try:
+            with torch.no_grad():
+                places[written].zero_()
+            of = [leaves[name] for name in wanted]
+            found = torch.autograd.grad(roots, of, above, allow_unused=True)
+        except RuntimeError:
+            continue
+        for name, gradient in zip(wanted, found, strict=True):
+            right = (result.gradients[name] for result in (expected.plain, expected.truth))
+            given[f"{name}, {written} overwritten before the backward"] = (gradient, *right)
+    columns = zip(*given.values(), strict=True)
+    named = [Result((), dict(zip(given, column, strict=True))) for column in columns]
+    if not named:
+        return ""
+    actual, plain, truth = named
+    return Compared(actual, replace(expected, plain=plain, truth=truth, terms=None))
+
+
 def _two_calls(op: Op, expected: Standard) -> str:
     """Two calls on equal inputs agree bit by bit: nothing is drawn on the host."""
     first, second = (run(op.function, expected.inputs, expected.upstream) for _ in range(2))
@@ -304,18 +338,14 @@ def _two_calls(op: Op, expected: Standard) -> str:
     }
     for name, gradient in first.gradients.items():
         pairs[f"the gradient of {name}"] = (gradient, second.gradients[name])
-    differing = next((name for name, pair in pairs.items() if not _same_bits(*pair)), "")
+    differing = next((name for name, pair in pairs.items() if not same_bits(*pair)), "")
     return f"{differing} differs between two calls on equal inputs" if differing else ""
 
 
 def _follows_values(op: Op, expected: Standard, num_calls: int) -> Compared:
     """The last of some calls on the same memory is right: it follows the values written there."""
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
     inputs, upstream = tree_map_only(
-        torch.Tensor, place, (expected.inputs, list(expected.upstream))
+        torch.Tensor, _placed, (expected.inputs, list(expected.upstream))
     )
     names = [name for name, tensor in tensors(inputs).items() if tensor.is_floating_point()]
     pairs = [(inputs[name], expected.inputs[name]) for name in names]
@@ -334,12 +364,14 @@ STEPS: dict[str, tuple[Callable[[Op, Standard], Compared | str], bool]] = {
     "inference_mode": (partial(_without_graph, mode=torch.inference_mode), False),
     "inputs unchanged": (_unchanged, False),
     "outputs alias nothing": (_alias, False),
+    "process": (_process, False),
     TWO_CALLS: (_two_calls, False),
     "backward twice": (_backward_twice, True),
     "double backward": (_double_backward, True),
     "loss × 2.5": (partial(_scaled_loss, factor=2.5), True),
     "loss × 0": (partial(_scaled_loss, factor=0.0), True),
     "accumulation": (_accumulated, True),
+    "written between forward and backward": (_written_between, True),
     "one output": (_one_output, True),
     "gradients not asked for": (_unasked, False),
     DEFAULT_DTYPE: (_default_dtype, False),
@@ -352,27 +384,9 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    left_bits, right_bits = (
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)
-    )
-    return torch.equal(left_bits, right_bits)
-
-
-def _bits(inputs: Inputs) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors(inputs).items()}
-
-
-def _changed(before: dict[str, torch.Tensor], inputs: Inputs) -> str:
-    """Return the name of the first tensor whose bits are no longer those kept before."""
-    for name, tensor in tensors(inputs).items():
-        if not _same_bits(before[name], tensor):
-            return name
-    return ""
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with memory of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 PROPERTY = Property(

@@ -8,13 +8,13 @@ from triton.compiler.errors import CompilationError
 
 from nearlight.core.builds import check_budget, compile_build
 from nearlight.core.cuda import Kernel
+from nearlight.core.machine_code import ARCHES
 from nearlight.core.op import Op
-from nearlight.workbench.bad_source import refuse_builds
+from nearlight.workbench.bad_source import BadSource, builds_of, refuse_builds
 from nearlight.workbench.property import NotApplicable, Property, any_case, plural, remark
 from nearlight.workbench.trial import Trial
 
-# sm_75 is compiled where an op has builds for it; an op may refuse it.
-ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+# It is compiled where an op has builds for it; an op may refuse it.
 MAY_BE_REFUSED = "sm_75"
 # What the quick check compiles CUDA C++ for: without a GPU it says no more of such an op.
 QUICK_ARCH = "sm_90"
@@ -22,9 +22,9 @@ QUICK_ARCH = "sm_90"
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """Each arch once, on the record's builds; no input is made."""
-    if not any(op.builds(arch) for arch in ARCHES if arch != MAY_BE_REFUSED):
+    if not any(builds_of(op, arch) for arch in ARCHES if arch != MAY_BE_REFUSED):
         raise NotApplicable("the record names no builds")
-    if quick and not any(isinstance(build.kernel, Kernel) for build in op.builds(QUICK_ARCH)):
+    if quick and not any(isinstance(build.kernel, Kernel) for build in builds_of(op, QUICK_ARCH)):
         raise NotApplicable("the full check compiles for every arch")
     for arch in (QUICK_ARCH,) if quick else ARCHES:
         yield Trial(any_case(op), step=arch)
@@ -34,8 +34,10 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     """Compile the builds for the arch that `step` names, and hold each to its budget."""
     arch = trial.step
     try:
-        builds = op.builds(arch)
+        builds = builds_of(op, arch)
         codes = [compile_build(build, arch) for build in builds]
+    except BadSource:
+        raise
     except (ValueError, TypeError, CompilationError) as error:
         reason = str(error).strip().splitlines()
         if arch != MAY_BE_REFUSED:

@@ -8,6 +8,7 @@ import torch
 
 from nearlight.core import backend
 from nearlight.core.op import Op
+from nearlight.workbench.bad_source import BadSource
 from nearlight.workbench.memory import extra_bytes
 from nearlight.workbench.property import (
     MAX_DERIVED_SIZE,
@@ -37,6 +38,11 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     with backend.force("triton"), torch.enable_grad():
         found, _ = extra_bytes(lambda: run(op.function, inputs, upstream), given, device)
     declared = op.extra_bytes(trial.case)
+    if not isinstance(declared, int) or declared < 0:
+        raise BadSource(
+            f"{op.name}: extra_bytes of case {trial.case.name} returned {declared!r}, allowed is a "
+            "whole number of bytes from 0"
+        )
     if found > declared:
         return (
             f"forward and backward take {found:,} bytes beyond inputs, outputs and gradients; the "

@@ -15,8 +15,8 @@ import torch
 
 from nearlight.core import backend
 from nearlight.core.op import Op
-from nearlight.workbench.flat import flattened
 from nearlight.workbench.launches import launches, note_elsewhere
+from nearlight.workbench.load import load_op, source_of
 from nearlight.workbench.property import NeedsGpu, NotApplicable, Property, any_case, base_cases
 from nearlight.workbench.trial import (
     Trial,
@@ -24,7 +24,6 @@ from nearlight.workbench.trial import (
     make_upstream,
     run,
 )
-from nearlight.workbench.verdict import source_of
 
 # What each tool looks for: accesses beyond memory, races on shared memory, reads of what nothing
 # wrote, barriers that not all threads reach.
@@ -104,9 +103,7 @@ def path() -> str | None:
 
 def run_cases(name: str, device: str) -> None:
     """Run an op forward and backward on its base cases; print the kernels it launched."""
-    from nearlight.workbench.check import load_op
-
-    op = flattened(load_op(name))
+    op = load_op(name)
     with launches() as seen:
         for case in base_cases(op, quick=False):
             inputs = make_inputs(op, Trial(case), device)

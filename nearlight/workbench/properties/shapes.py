@@ -7,8 +7,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from nearlight.core import backend
+from nearlight.core.errors import one_line
 from nearlight.core.hardware import find_gpu
-from nearlight.core.launch import launched_as_on
+from nearlight.core.launch import described_launches, launched_as_on, misfit
 from nearlight.core.op import Case, Op
 from nearlight.workbench.flat import refused_layouts
 from nearlight.workbench.properties import values
@@ -18,20 +24,31 @@ from nearlight.workbench.property import (
     base_cases,
     is_wide,
     provable,
+    remark,
     resized,
     tile_edges,
 )
-from nearlight.workbench.trial import Refused, Trial, make_inputs, require_refusal, tensors
+from nearlight.workbench.trial import (
+    Refused,
+    Trial,
+    call,
+    make_inputs,
+    require_refusal,
+    roots_of,
+    tensors,
+)
 
 # One, even and odd small sizes, and primes on both sides of a warp.
 SIZES = (1, 2, 3, 7, 17, 31, 33, 127)
 # The interpreter takes few large tiles, because each program costs the same; a GPU takes many.
 # Of a GPU with few SMs a small input has more tiles than programs, too.
 GPU_TILES = "in the tiles of a GPU"
-SMALL_GPU = replace(find_gpu("h200"), num_sms=2)
+H200 = find_gpu("h200")
+SMALL_GPU = replace(H200, num_sms=2)
 GPU_SIZES = (67, 2049)
 MAX_GPU_SIZE = 1 << 14
 LARGE_TILE = 1 << 12
+GRIDS = "grids"
 
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
@@ -52,6 +69,7 @@ def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
         yield from resized(op, case, (1, 17, *(tile + 1 for tile in tiles if tile <= 128)))
     if device == "cpu":
         yield from _in_gpu_tiles(op, cases)
+    yield from [Trial(case, step=GRIDS) for case in (*op.cases, *op.large_cases)]
 
 
 def _two_at_once(case: Case, sizes: Sequence[int]) -> Iterator[Trial]:
@@ -75,6 +93,8 @@ def _in_gpu_tiles(op: Op, cases: Sequence[Case]) -> Iterator[Trial]:
 
 def examine(op: Op, trial: Trial, device: str) -> str:
     """Hold the results to the rule; a ValueError of the op on a shape it never listed is noted."""
+    if trial.step == GRIDS:
+        return _grids(op, trial)
     is_listed = any(trial.case == case for case in op.check_cases)
     tiles = launched_as_on(SMALL_GPU) if trial.step == GPU_TILES else nullcontext()
     try:
@@ -85,6 +105,31 @@ def examine(op: Op, trial: Trial, device: str) -> str:
             raise
         require_refusal(op, make_inputs(op, trial, device), error)
         raise Refused(f"{dict(trial.case.shape)}: {error}") from error
+
+
+def _grids(op: Op, trial: Trial) -> str:
+    """Hold the grids that a case too large to run here is launched with to what a GPU takes."""
+    reason = "nothing is launched on meta tensors"
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return like.requires_grad_(tensor.requires_grad)
+
+    with described_launches(H200) as described, backend.force("triton"), torch.enable_grad():
+        try:
+            with FakeTensorMode():  # as large as on a GPU, and without memory
+                inputs = make_inputs(op, trial, "cpu")
+            outputs = call(op.function, tree_map_only(torch.Tensor, on_meta, inputs))
+            torch.autograd.backward(*roots_of(outputs, [*map(torch.empty_like, outputs)]))
+            reason = "" if described.grids else reason
+        except Exception as error:  # what needs values cannot be described
+            reason = one_line(error)
+    for kernel, grid in described.grids:
+        if told := misfit(grid):
+            return f"{kernel}: {told}"
+    if reason:
+        remark(f"the grids of its cases are not known: {reason}")
+    return ""
 
 
 PROPERTY = Property(

@@ -14,6 +14,7 @@ from nearlight.core import backend
 from nearlight.core.builds import compile_build
 from nearlight.core.cuda import Kernel
 from nearlight.core.op import Inputs, KernelBuild, Op
+from nearlight.workbench.bad_source import builds_of
 from nearlight.workbench.compare import Compared, settle, tensor_differs
 from nearlight.workbench.flat import refused_layouts
 from nearlight.workbench.offsets import narrow_products
@@ -58,7 +59,7 @@ _SLACK = 1 << 20
 
 def trials(op: Op, quick: bool, device: str) -> Iterator[Trial]:
     """The static scan; then on a GPU the large cases, on a CPU each tensor spread far out."""
-    builds = op.builds(SCANNED_ARCH)
+    builds = builds_of(op, SCANNED_ARCH)
     found = [Trial(any_case(op), step=SCAN)] if builds else []
     if device != "cpu":
         found += [Trial(case) for case in op.large_cases]
@@ -84,7 +85,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
 
 
 def _scan(op: Op) -> str:
-    builds = op.builds(SCANNED_ARCH)
+    builds = builds_of(op, SCANNED_ARCH)
     for build in builds:
         for each in (build, grown) if (grown := _grown(build)) != build else (build,):
             if found := narrow_products(compile_build(each, SCANNED_ARCH)):

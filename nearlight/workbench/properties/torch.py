@@ -28,8 +28,8 @@ from nearlight.workbench.trial import (
     Standard,
     Trial,
     Upstream,
+    call,
     differentiable,
-    flatten,
     fresh,
     make_inputs,
     make_upstream,
@@ -172,7 +172,7 @@ def _opcheck(op: Op, trial: Trial, device: str) -> str:
     """Run torch's own check on every op that the function calls, with its real arguments."""
     inputs = fresh(make_inputs(op, trial, device))
     with launches() as launched, _Calls() as noted:
-        outputs = flatten(op.function(**inputs))
+        outputs = call(op.function, inputs)
         noted.is_backward = True
         roots, above = roots_of(outputs, make_upstream(outputs, trial))
         if roots:
@@ -203,7 +203,7 @@ def _gradcheck(op: Op, trial: Trial, device: str) -> str:
     names = [name for name in differentiable(inputs) if inputs[name].dtype == torch.float64]
 
     def function(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = flatten(op.function(**{**inputs, **dict(zip(names, leaves, strict=True))}))
+        outputs = call(op.function, {**inputs, **dict(zip(names, leaves, strict=True))})
         return tuple(output for output in outputs if output.requires_grad)
 
     try:
@@ -216,11 +216,14 @@ def _gradcheck(op: Op, trial: Trial, device: str) -> str:
 
 def _compile(op: Op, trial: Trial, device: str) -> str:
     """Compile whole, forward and backward; other row counts share one more graph."""
-    from torch._dynamo.testing import CompileCounterWithBackend
+    graphs = set()  # by id, for Dynamo may trace one anew, as it does for a number in fp64
 
-    graphs = CompileCounterWithBackend("aot_eager")
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.add(torch._guards.CompileContext.current_compile_id())
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
     torch._dynamo.reset()
-    compiled = torch.compile(op.function, fullgraph=True, backend=graphs)
+    compiled = torch.compile(op.function, fullgraph=True, backend=backend)
 
     def compute(trial: Trial) -> Compared:
         expected = standard(op, trial, device)
@@ -235,9 +238,9 @@ def _compile(op: Op, trial: Trial, device: str) -> str:
         for index, count in enumerate(counts):
             if reason := settle(compute, trial.resized(**{rows: count})):
                 return f"with {rows} {count}: {reason}"
-            if graphs.frame_count > MAX_GRAPHS:
+            if len(graphs) > MAX_GRAPHS:
                 tried = ", ".join(map(str, counts[: index + 1]))
-                return f"{graphs.frame_count} graphs for {rows} {tried}: recompiles per row count"
+                return f"{len(graphs)} graphs for {rows} {tried}: recompiles per row count"
     finally:
         torch._dynamo.reset()
     return ""
@@ -285,7 +288,7 @@ def _dtensor(op: Op, trial: Trial, device: str) -> str:
 
         inputs: Inputs = tree_map_only(torch.Tensor, spread, expected.inputs)
         try:
-            outputs = flatten(op.function(**inputs))
+            outputs = call(op.function, inputs)
             if not all(isinstance(output, DTensor) for output in outputs):
                 return "a plain tensor comes back: it took one rank's shard for the whole"
             upstream: Upstream = [g if g is None else spread(g) for g in expected.upstream]

@@ -98,7 +98,8 @@ def _kind(op: Op, draws: Sequence[Compared], name: str) -> str:
     for dtype in (torch.bfloat16, torch.float16):
         unit = torch.finfo(dtype).eps
         if unit / 16 <= error <= 2 * unit:
-            return f"it errs as sums and products kept in {str(dtype).removeprefix('torch.')} do"
+            kept = str(dtype).removeprefix("torch.")
+            return f"it errs as sums and products kept in {kept} do, or as much as another formula"
     return ""
 
 

@@ -206,7 +206,7 @@ def test_missing_extras_are_named_with_the_line_to_run(monkeypatch):
         "find_spec",
         lambda name: None if name in ("accelerate", "gguf") else real(name),
     )
-    with pytest.raises(MissingPart, match=r'accelerate, gguf.*pip install "nearlight\[hf\]"'):
+    with pytest.raises(MissingPart, match=r"accelerate, gguf.*pip install -e .*\[hf\]"):
         load("gpt2")
 
 

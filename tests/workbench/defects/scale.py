@@ -168,11 +168,17 @@ def _register(fault: str) -> Callable[..., torch.Tensor]:
     )
 
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dx, dw = backward_op(dout, *ctx.saved_tensors)
+        dx, dw = backward_op(dout, *getattr(ctx, "kept", ctx.saved_tensors))
         if fault == "second backward differs":
             ctx.num_calls = getattr(ctx, "num_calls", 0) + 1
             dx = dx / ctx.num_calls
         return dx, dw
+
+    def save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if fault == "kept out of sight":
+            ctx.kept = inputs  # autograd does not see them change
+        else:
+            ctx.save_for_backward(*inputs)
 
     fake: Any = None if fault == "missing fake" else partial(_fake, fault=fault)
     return register_op(
@@ -181,7 +187,7 @@ def _register(fault: str) -> Callable[..., torch.Tensor]:
         fake=fake,
         cost=lambda args, kwargs, out: Cost(),
         backward=backward,
-        save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        save=save,
     )
 
 
@@ -249,6 +255,7 @@ CONTIGUOUS_UPSTREAM = twin("assumes contiguous upstream")
 INPUT_IN_PLACE = twin("input in place")
 UPSTREAM_OVERWRITTEN = twin("upstream overwritten")
 SECOND_BACKWARD = twin("second backward differs")
+KEPT_OUT_OF_SIGHT = twin("kept out of sight")
 SUMS_IN_BF16 = twin("sums in bf16")
 FLOAT_ATOMICS = twin("float atomics")
 TILE_DRAWN_ANEW = twin("tile drawn anew")

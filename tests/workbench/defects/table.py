@@ -85,6 +85,12 @@ _TRITON = (
         "second backward gives another gradient of x, silently",
     ),
     (
+        "inputs kept out of autograd's sight",
+        "KEPT_OUT_OF_SIGHT",
+        "lifecycle",
+        "overwritten before the backward",
+    ),
+    (
         "result that depends on the run",
         "TILE_DRAWN_ANEW",
         "lifecycle",

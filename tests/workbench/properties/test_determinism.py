@@ -15,7 +15,8 @@ from nearlight.core.builds import compile_build
 from nearlight.core.cuda import Kernel
 from nearlight.core.op import KernelBuild
 from nearlight.core.triton import jit
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import determinism
 from nearlight.workbench.trial import Trial
 

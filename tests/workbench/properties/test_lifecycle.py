@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch.autograd.function import once_differentiable
@@ -106,3 +108,112 @@ def test_another_default_dtype_changes_nothing(plain_op, failures):
     found = failures(plain_op(scaled), "lifecycle")["lifecycle"]
     assert found.startswith("under torch.set_default_dtype(torch.float64): output: dtype")
     assert torch.get_default_dtype() == torch.float32
+
+
+def squares(keep_by, what="input"):
+    """x² of each tensor of a list, with what the backward needs kept one way or another."""
+
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *xs):
+            ys = tuple(x * x if what == "input" else x.exp() for x in xs)
+            kept = xs if what == "input" else ys
+            if keep_by == "save_for_backward":
+                ctx.save_for_backward(*kept)
+            else:
+                ctx.kept = [t.clone() for t in kept] if keep_by == "copy" else list(kept)
+            return ys
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, *gs):
+            kept = ctx.saved_tensors if keep_by == "save_for_backward" else ctx.kept
+            return tuple(
+                (2 if what == "input" else 1) * g * k for g, k in zip(gs, kept, strict=True)
+            )
+
+    return Squares.apply
+
+
+@pytest.mark.parametrize("what", ["input", "output"])
+@pytest.mark.parametrize("keep_by", ["save_for_backward", "copy", "attribute"])
+def test_what_is_overwritten_before_the_backward_is_not_used(plain_op, failures, keep_by, what):
+    def plain(x):
+        return x * x if what == "input" else x.exp()
+
+    function = squares(keep_by, what)
+    found = failures(plain_op(lambda x: function(x)[0], plain), "lifecycle")
+    if keep_by == "attribute":
+        written = "x" if what == "input" else "output 0"
+        assert found["lifecycle"].startswith(
+            f"gradient of x, {written} overwritten before the backward: "
+        )
+    else:
+        assert found == {}
+
+
+def test_each_tensor_of_a_list_is_overwritten(plain_op, failures):
+    def make_inputs(case, device, generator):
+        shape = tuple(case.shape.values())
+        return {"xs": [torch.randn(shape, generator=generator).requires_grad_() for _ in "ab"]}
+
+    def op(keep_by):
+        function = squares(keep_by)
+        return plain_op(
+            lambda xs: function(*xs), lambda xs: tuple(x * x for x in xs), make_inputs=make_inputs
+        )
+
+    assert failures(op("save_for_backward"), "lifecycle") == {}
+    found = failures(op("attribute"), "lifecycle")["lifecycle"]
+    assert found.startswith("gradient of xs[0], xs[0] overwritten before the backward: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "read"),
+    [
+        (
+            "torch.set_default_dtype",
+            lambda: torch.set_default_dtype(torch.float64),
+            torch.get_default_dtype,
+        ),
+        ("torch.set_grad_enabled", lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+        (
+            "torch.set_float32_matmul_precision",
+            lambda: torch.set_float32_matmul_precision("medium"),
+            torch.get_float32_matmul_precision,
+        ),
+        (
+            "torch.use_deterministic_algorithms",
+            lambda: torch.use_deterministic_algorithms(True),
+            torch.are_deterministic_algorithms_enabled,
+        ),
+        ("os.chdir", lambda: os.chdir("/"), os.getcwd),
+        (
+            "torch.manual_seed",
+            lambda: torch.manual_seed(0),
+            lambda: torch.get_rng_state().tolist(),
+        ),
+    ],
+)
+def test_what_a_call_leaves_set_is_named_and_set_back(plain_op, failures, name, change, read):
+    def leaves(x):
+        change()
+        return x * x
+
+    before = read()
+    # Other properties come first, and meet the op before this one does.
+    found = failures(plain_op(leaves, lambda x: x * x), "layouts", "lifecycle")["lifecycle"]
+    assert found.startswith("a call ") and name in found
+    if name != "torch.manual_seed":
+        assert read() == before
+
+
+def test_a_call_may_draw_random_numbers_and_set_things_for_itself(plain_op, failures):
+    def sound(x):
+        torch.rand(3)
+        former = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(former)
+        return x * x
+
+    assert failures(plain_op(sound, lambda x: x * x), "lifecycle") == {}

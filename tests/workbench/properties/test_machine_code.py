@@ -11,7 +11,8 @@ import pytest
 from nearlight.core.cuda import Kernel
 from nearlight.core.errors import BadInput
 from nearlight.core.op import KernelBuild
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import machine_code
 from nearlight.workbench.trial import Trial
 
@@ -80,3 +81,18 @@ def test_a_source_for_some_arches_alone_is_a_broken_property(tmp_path: Path):
 def test_no_builds_say_nothing():
     (row,) = check(scale(), only=["machine code"]).rows
     assert (row["status"], row["reason"]) == ("not applicable", "the record names no builds")
+
+
+@pytest.mark.parametrize("only", ["machine code", "size", "determinism"])
+@pytest.mark.parametrize("builds", [None, ["kernel"], 7])
+def test_builds_that_are_none_are_bad_input(only, builds):
+    message = r"scale.*: builds\('sm_\d+'\) returned .*, allowed is a sequence of KernelBuild"
+    with pytest.raises(BadInput, match=message):
+        check(scale(builds=lambda arch: builds), only=[only])
+
+
+def test_builds_of_one_arch_that_are_none_are_bad_input():
+    right = load_op(str(TWINS)).builds
+    op = scale(builds=lambda arch: None if arch == "sm_75" else right(arch))
+    with pytest.raises(BadInput, match=r"builds\('sm_75'\) returned None"):
+        check(op, only=["machine code"])

@@ -6,8 +6,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import pytest
+
+from nearlight.core.errors import BadInput
 from nearlight.core.op import Case
-from nearlight.workbench.check import check, load_op
+from nearlight.workbench.check import check
+from nearlight.workbench.load import load_op
 
 TWINS = Path(__file__).parents[1] / "twins.py"
 
@@ -34,3 +38,10 @@ def test_more_than_declared_is_named_with_both_numbers():
 
 def _elements(case: Case) -> int:
     return case.shape["rows"] * case.shape["columns"]
+
+
+@pytest.mark.parametrize("declared", [None, -5, 0.5])
+def test_what_is_no_number_of_bytes_is_bad_input(declared):
+    message = rf"scale.*: extra_bytes of case .* returned {declared}, allowed is a whole number"
+    with pytest.raises(BadInput, match=message):
+        check(scale(extra_bytes=lambda case: declared), only=["memory"])

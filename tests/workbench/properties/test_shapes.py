@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 
 from nearlight.core import backend as backends
+from nearlight.core.cost import Cost
 from nearlight.core.op import Case
+from nearlight.core.register import register_op
 from nearlight.core.triton import jit
+from nearlight.workbench.check import check
 
 BLOCK_M, BLOCK_N = 8, 16
 
@@ -51,3 +54,67 @@ def test_two_sizes_beyond_their_tiles_together_are_tried(plain_op, failures):
     assert failures(op, "shapes") == {}
     op = plain_op(double(True), lambda x: 2 * x, check_cases=cases)
     assert failures(op, "shapes")["shapes"].startswith("output: ")
+
+
+@jit
+def _twice_kernel(x_ptr, y_ptr, M, N, AXIS: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(AXIS).to(tl.int64)
+    columns = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * N + columns, columns < N, 0.0)
+    tl.store(y_ptr + row * N + columns, 2 * x, columns < N)
+
+
+def twice(axis: int, name: str):
+    """A program per row along an axis of the grid."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(x.shape, device=x.device)
+        M, N = x.shape
+        grid = (1,) * axis + (M,)
+        if x.numel():
+            block_n = triton.next_power_of_2(N)
+            _twice_kernel[grid](x.contiguous(), y, M, N, AXIS=axis, BLOCK_N=block_n)
+        return y
+
+    op = register_op(
+        f"tests::{name}",
+        forward,
+        fake=lambda x: torch.empty(x.shape, device=x.device),
+        cost=lambda args, kwargs, out: Cost(),
+        backward=lambda ctx, g: op(g),
+    )
+    return lambda x, backend="auto": op(x) if backends.use_triton(backend, x) else 2 * x
+
+
+def on_cpu(case, device, generator):
+    """Draw on the generator's device: without memory for a large case only if nothing is drawn."""
+    x = torch.randn(*case.shape.values(), generator=generator, device=generator.device)
+    return {"x": x.to(device).requires_grad_()}
+
+
+def test_grids_of_the_cases_keep_to_what_a_gpu_takes(plain_op, failures):
+    large = Case("large", {"rows": 1 << 33, "columns": 8}, torch.float32)
+    wide = Case("wide", {"rows": 65_536, "columns": 8}, torch.float32)
+
+    def found(axis: int, **cases):
+        op = plain_op(twice(axis, f"twice_{axis}"), lambda x: 2 * x, make_inputs=on_cpu, **cases)
+        return failures(op, "shapes").get("shapes", "")
+
+    assert found(0, cases=[wide]) == ""
+    assert found(1, cases=[wide]) == (
+        "_twice_kernel: grid (1, 65536): axis 1 of a launch takes 0 to 65535"
+    )
+    assert found(0, cases=[wide], large_cases=[large]).endswith(
+        "axis 0 of a launch takes 0 to 2147483647"
+    )
+
+
+def test_an_op_that_reads_values_says_that_its_grids_are_not_known(plain_op):
+    case = Case("large", {"rows": 1 << 20, "columns": 1 << 20}, torch.float32)
+
+    def function(x):
+        return 2 * x if x.sum().item() > 0 else x + x
+
+    (row,) = check(plain_op(function, lambda x: 2 * x, cases=[case]), only=["shapes"]).rows
+    assert row["status"] == "passed"
+    assert "the grids of its cases are not known: " in row["reason"]

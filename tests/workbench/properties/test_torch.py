@@ -11,7 +11,7 @@ import torch
 
 from nearlight.core.cuda import NoEmulator
 from nearlight.core.op import Case
-from nearlight.workbench.check import load_op
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import torch as prop
 from nearlight.workbench.trial import Trial
 

@@ -33,6 +33,24 @@ def test_an_op_in_fp64_alone_is_held_to_what_fp64_errs(plain_op, failures):
     assert found["values"].startswith("output: ") and "lifecycle" in found
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_number_in_fp64_leaves_results_in_bf16_as_they_are(plain_op, failures, asks):
+    def make_inputs(case, device, generator):
+        x = torch.randn(*case.shape.values(), generator=generator, device=device).to(case.dtype)
+        scale = torch.tensor(0.7, dtype=torch.float64, device=device).requires_grad_(asks)
+        return {"x": x.requires_grad_(), "scale": scale}
+
+    def scaled(x, scale):
+        return x * scale
+
+    made = {"make_inputs": make_inputs, "dtype": torch.bfloat16}
+    assert failures(plain_op(scaled, **made)) == {}
+    found = failures(plain_op(lambda x, scale: x * scale * 2, scaled, **made), "values")
+    assert found["values"].startswith("output: largest error over its row's scale 1.")
+    found = failures(plain_op(lambda x, scale: x.double() * scale, scaled, **made), "values")
+    assert found["values"] == "output: dtype torch.float64, the reference gives torch.bfloat16"
+
+
 def test_an_op_of_no_sizes_is_proved(plain_op, failures):
     def make_inputs(case, device, generator):
         return {"x": torch.randn((), generator=generator).requires_grad_()}
