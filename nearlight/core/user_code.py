@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 import nearlight
@@ -15,6 +16,9 @@ _PACKAGE = f"{Path(nearlight.__file__).parent}/"
 _OPS = f"{_PACKAGE}ops/"
 # "<string>" and the like are no files.
 _NOT_OWN = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+# Triton may lie in a folder that PYTHONPATH names; looking for it does not import it.
+_found = find_spec("triton")
+_TRITON = f"{Path(_found.origin).parent}/" if _found and _found.origin else _PACKAGE
 # Wherever they lie: of the environment, of the user, of the system.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -30,7 +34,8 @@ def split_name(name: str) -> tuple[Path | None, str]:
 
 def is_own(file: str) -> bool:
     """Return whether a file is an op's or the user's: no part of Python, of us, of a package."""
-    is_installed = file.startswith(_NOT_OWN) or any(part in file for part in _INSTALLED)
+    is_part = file.startswith((*_NOT_OWN, _TRITON))
+    is_installed = is_part or any(part in file for part in _INSTALLED)
     return file.startswith(_OPS) or not is_installed
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from triton.compiler.errors import CompilationError
-from triton.runtime.jit import get_jit_fn_file_line
 
 from nearlight.core import cuda, triton
 from nearlight.core.builds import compile_build
@@ -30,13 +29,17 @@ class BadSource(BadInput):
 
 def at_users_line(kernel: Any, error: CompilationError) -> str:
     """Return Triton's message with the line of the file, which it counts from the kernel's own."""
-    file, start = get_jit_fn_file_line(kernel)
-    line = start + getattr(error.node, "lineno", 1) - 1
+    while not hasattr(kernel, "raw_src"):  # what is wrapped by a tuner of Triton's own
+        kernel = kernel.fn
+    decorators = next(
+        n for n, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def ")
+    )
+    line = kernel.starting_line_number + decorators + getattr(error.node, "lineno", 1) - 1
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
     message = getattr(inner, "error_message", None) or one_line(inner)
-    return f"{file}:{line}: {message}\n{error}"
+    return f"{kernel.fn.__code__.co_filename}:{line}: {message}\n{error}"
 
 
 def builds_of(op: Op, arch: str) -> Sequence[KernelBuild]:
