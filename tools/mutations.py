@@ -58,14 +58,15 @@ class Mutant:
 def mutants_of(root: Path, op: str) -> list[Mutant]:
     """Return every mutant of an op's files (a folder or a file below `nearlight/ops`), in order.
 
-    Of an op without kernels of its own those of `nearlight/core` that it imports are taken.
+    Of an op without kernels of its own those are taken that it imports.
     """
     base = root / "nearlight" / "ops" / op
     files = sorted(base.rglob("*")) if base.is_dir() else [base.with_suffix(".py")]
     if not any(KERNEL.search(f.read_text()) for f in files if f.suffix in (".py", ".cu")):
-        imported = re.findall(r"^from nearlight\.core\.(\w+) import", files[0].read_text(), re.M)
-        cores = (root / "nearlight" / "core" / f"{name}.py" for name in imported)
-        files += [file for file in cores if KERNEL.search(file.read_text())]
+        pattern = re.compile(r"^from (nearlight\.(?:core|ops)\.\w+) import", re.MULTILINE)
+        imported = pattern.findall(files[0].read_text())
+        shared = (root / f"{name.replace('.', '/')}.py" for name in imported)
+        files += [file for file in shared if file.exists() and KERNEL.search(file.read_text())]
     found: dict[str, Mutant] = {}
     for file in files:
         source = file.read_text(encoding="utf-8") if file.suffix in (".py", ".cu", ".cuh") else ""

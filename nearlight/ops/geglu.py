@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 
-from nearlight.core.activation_record import (
+from nearlight.core.backend import use_triton
+from nearlight.core.op import Case, Extreme, Op
+from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activation_record import (
     builds_of,
     case_of,
     check_approximate,
@@ -29,10 +32,7 @@ from nearlight.core.activation_record import (
     gelu_reference,
     saturated,
 )
-from nearlight.core.activations import Gated
-from nearlight.core.backend import use_triton
-from nearlight.core.op import Case, Extreme, Op
-from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activations import Gated
 
 __all__ = ["OP", "Config", "config", "geglu", "reference"]
 

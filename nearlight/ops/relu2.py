@@ -19,7 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nearlight.core.activation_record import (
+from nearlight.core.backend import use_triton
+from nearlight.core.op import Case, Extreme, Op
+from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activation_record import (
     builds_of,
     case_of,
     check_x,
@@ -27,10 +30,7 @@ from nearlight.core.activation_record import (
     saturated,
     unary_inputs,
 )
-from nearlight.core.activations import Unary
-from nearlight.core.backend import use_triton
-from nearlight.core.op import Case, Extreme, Op
-from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activations import Unary
 
 __all__ = ["OP", "Config", "config", "reference", "relu2"]
 

@@ -17,7 +17,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nearlight.core.activation_record import (
+from nearlight.core.backend import use_triton
+from nearlight.core.op import Case, Extreme, Op
+from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activation_record import (
     builds_of,
     case_of,
     check_x,
@@ -25,10 +28,7 @@ from nearlight.core.activation_record import (
     saturated,
     unary_inputs,
 )
-from nearlight.core.activations import Unary
-from nearlight.core.backend import use_triton
-from nearlight.core.op import Case, Extreme, Op
-from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activations import Unary
 
 __all__ = ["OP", "Config", "config", "reference", "silu"]
 

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nearlight.core.activation_record import (
+from nearlight.core.backend import use_triton
+from nearlight.core.op import Case, Extreme, Op
+from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activation_record import (
     builds_of,
     case_of,
     check_gate,
@@ -28,10 +31,7 @@ from nearlight.core.activation_record import (
     gated_inputs,
     saturated,
 )
-from nearlight.core.activations import Gated
-from nearlight.core.backend import use_triton
-from nearlight.core.op import Case, Extreme, Op
-from nearlight.core.pointwise import Config, tunable_config
+from nearlight.ops._activations import Gated
 
 __all__ = ["OP", "Config", "config", "reference", "swiglu"]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from nearlight.core.blockwise import pack, unpack
 from nearlight.core.rows import refuse_dtensor
 from nearlight.ops import adamw
 from nearlight.ops.adamw.registration import order_of
+from nearlight.training.steps import GroupwiseOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -19,7 +19,7 @@ IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 MIN_8BIT_SIZE = 4096
 
 
-class AdamW(Optimizer):
+class AdamW(GroupwiseOptimizer):
     """Adam with decoupled weight decay; moments in fp32 or eight bits, for fp32 to bf16 parameters.
 
     p = (1 − lr λ) p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε), after m and v took in g.
@@ -89,38 +89,28 @@ class AdamW(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; options that it lacks are the optimizer's."""
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise unless a group's options are allowed and its parameters dense, on one device."""
+        _check_options(group)
+        for param in group["params"]:
+            refuse_dtensor("AdamW", param)
+            if not param.is_floating_point() or param.layout != torch.strided:
+                raise TypeError(
+                    f"AdamW: a parameter of {param.dtype} and layout {param.layout}; allowed are "
+                    "dense fp32, bf16, fp16 and fp64"
+                )
+            if param.device != group["params"][0].device:
+                raise ValueError(
+                    f"AdamW: parameters on {group['params'][0].device} and {param.device} in one "
+                    "group; make a group for each device"
+                )
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]  # torch has one signature for no closure, one for one
-        self, closure: Callable[[], Any] | None = None
-    ) -> Any:
-        """Take a step along the gradients; return what the closure, called first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Step along the gradients of a group, in one launch."""
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            return
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._step_group(group, params, grad_scale, found_inf)
-        return loss
-
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
         grads = []
         for param in params:
             if param.grad is None or param.grad.is_sparse:
@@ -180,22 +170,6 @@ class AdamW(Optimizer):
                 source = state_dict["state"].get(given[param])
                 if source:
                     self.state[param] = _loaded_state(source, param, group)
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    _check_options(group)
-    for param in group["params"]:
-        refuse_dtensor("AdamW", param)
-        if not param.is_floating_point() or param.layout != torch.strided:
-            raise TypeError(
-                f"AdamW: a parameter of {param.dtype} and layout {param.layout}; allowed are dense "
-                "fp32, bf16, fp16 and fp64"
-            )
-        if param.device != group["params"][0].device:
-            raise ValueError(
-                f"AdamW: parameters on {group['params'][0].device} and {param.device} in one "
-                "group; make a group for each device"
-            )
 
 
 def _check_options(group: dict[str, Any]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from nearlight.core.rows import refuse_dtensor
+from nearlight.training.steps import GroupwiseOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -17,7 +18,7 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 MAX_STACK_ELEMENTS = 1 << 28
 
 
-class Muon(Optimizer):
+class Muon(GroupwiseOptimizer):
     """Momentum whose update is made orthogonal by Newton-Schulz steps in bf16.
 
     m = μ m + (1 − μ) g        u = g + μ (m − g), or m without Nesterov
@@ -73,39 +74,46 @@ class Muon(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices; options that it lacks are the optimizer's."""
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise unless a group's options are allowed and its parameters matrices."""
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ValueError(f"Muon: lr has {lr.numel()} numbers; allowed is one")
+        numbers = ["weight_decay", "momentum", "eps"]
+        for name in numbers if isinstance(lr, torch.Tensor) else ["lr", *numbers]:
+            if not group[name] >= 0:
+                raise ValueError(f"Muon: {name}={group[name]}; allowed is 0 and more")
+        if not 0 <= group["ns_steps"] < 100 or len(group["ns_coefficients"]) != 3:
+            raise ValueError(
+                f"Muon: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}; "
+                "allowed are fewer than 100 steps and three coefficients"
+            )
+        if group["adjust_lr_fn"] not in ADJUSTMENTS:
+            raise ValueError(
+                f"Muon: adjust_lr_fn={group['adjust_lr_fn']!r}; allowed are {ADJUSTMENTS}"
+            )
+        for param in group["params"]:
+            refuse_dtensor("Muon", param)
+            if param.ndim != 2 or not param.is_floating_point():
+                raise ValueError(
+                    f"Muon: a parameter of shape {tuple(param.shape)} and {param.dtype}; allowed "
+                    "are matrices of floats: give vectors and embeddings to AdamW"
+                )
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]  # torch has one signature for no closure, one for one
-        self, closure: Callable[[], Any] | None = None
-    ) -> Any:
-        """Take a step along the gradients; return what the closure, called first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            # Matrices of one shape and dtype on one device share their products.
-            alike: dict[Any, list[torch.Tensor]] = {}
-            for param in group["params"]:
-                if param.grad is None or not param.numel():
-                    continue
-                if param.grad.is_sparse:
-                    raise TypeError("Muon: a sparse gradient; allowed are dense ones")
-                key = (param.shape, param.dtype, param.grad.dtype, param.device)
-                alike.setdefault(key, []).append(param)
-            for params in alike.values():
-                count = max(1, MAX_STACK_ELEMENTS // params[0].numel())
-                for start in range(0, len(params), count):
-                    self._step_alike(group, params[start : start + count])
-        return loss
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Step along the gradients of a group: matrices alike share their products."""
+        alike: dict[Any, list[torch.Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is None or not param.numel():
+                continue
+            if param.grad.is_sparse:
+                raise TypeError("Muon: a sparse gradient; allowed are dense ones")
+            key = (param.shape, param.dtype, param.grad.dtype, param.device)
+            alike.setdefault(key, []).append(param)
+        for params in alike.values():
+            count = max(1, MAX_STACK_ELEMENTS // params[0].numel())
+            for start in range(0, len(params), count):
+                self._step_alike(group, params[start : start + count])
 
     def _step_alike(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         """Take the step for matrices of one shape."""
@@ -163,27 +171,3 @@ def _ratio(shape: torch.Size, adjustment: str | None) -> float:
     if adjustment == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
     return sqrt(max(1, rows / columns))
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"Muon: lr has {lr.numel()} numbers; allowed is one")
-    numbers = ["weight_decay", "momentum", "eps"]
-    for name in numbers if isinstance(lr, torch.Tensor) else ["lr", *numbers]:
-        if not group[name] >= 0:
-            raise ValueError(f"Muon: {name}={group[name]}; allowed is 0 and more")
-    if not 0 <= group["ns_steps"] < 100 or len(group["ns_coefficients"]) != 3:
-        raise ValueError(
-            f"Muon: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}; "
-            "allowed are fewer than 100 steps and three coefficients"
-        )
-    if group["adjust_lr_fn"] not in ADJUSTMENTS:
-        raise ValueError(f"Muon: adjust_lr_fn={group['adjust_lr_fn']!r}; allowed are {ADJUSTMENTS}")
-    for param in group["params"]:
-        refuse_dtensor("Muon", param)
-        if param.ndim != 2 or not param.is_floating_point():
-            raise ValueError(
-                f"Muon: a parameter of shape {tuple(param.shape)} and {param.dtype}; allowed are "
-                "matrices of floats: give vectors and embeddings to AdamW"
-            )

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from nearlight.core.activations import Gated, Unary
 from nearlight.core.hardware import find_gpu
 from nearlight.core.pointwise import Config, candidates, config, merge_dims, tunable_config
+from nearlight.ops._activations import Gated, Unary
 
 H200 = find_gpu("h200")
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nearlight.core.activations import Gated, Unary
 from nearlight.core.cost import Cost, formula_for
 from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, Inputs, KernelBuild
 from nearlight.core.rows import FLOATS, refuse_dtensor
+from nearlight.ops._activations import Gated, Unary
 
 APPROXIMATIONS = ("none", "tanh")
 

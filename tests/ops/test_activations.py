@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nearlight.core.activations import Gated, Unary
 from nearlight.core.cost import formula_for
 from nearlight.core.pointwise import config
+from nearlight.ops._activations import Gated, Unary
 
 PLAIN = {
     "silu": F.silu,

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from nearlight.core.activation_record import (
+from nearlight.core.pointwise import config
+from nearlight.ops import OPS
+from nearlight.ops._activation_record import (
     builds_of,
     case_of,
     check_approximate,
@@ -14,9 +16,7 @@ from nearlight.core.activation_record import (
     saturated,
     unary_inputs,
 )
-from nearlight.core.activations import Gated, Unary
-from nearlight.core.pointwise import config
-from nearlight.ops import OPS
+from nearlight.ops._activations import Gated, Unary
 
 CPU = torch.device("cpu")
 
