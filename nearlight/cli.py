@@ -304,11 +304,16 @@ def tune(
 def inspect(
     target: Annotated[
         str | None,
-        typer.Argument(help="an op, file.py, file.py:NAME, file.cu or file.cu:kernel<args>"),
+        typer.Argument(
+            help="an op, file.py, file.py:NAME (a record or a kernel), file.cu or "
+            "file.cu:kernel<args>"
+        ),
     ] = None,
     arch: Annotated[
         str | None,
-        typer.Option("--arch", help="a comma between; default sm_80,sm_90a,sm_100a,sm_120a"),
+        typer.Option(
+            "--arch", help="or GPUs, a comma between; default sm_80,sm_90a,sm_100a,sm_120a"
+        ),
     ] = None,
     diff: Annotated[
         tuple[str, str] | None,
@@ -319,10 +324,11 @@ def inspect(
         int, typer.Option("--shared", help="dynamic shared memory of a .cu kernel's block, bytes")
     ] = 0,
     types: Annotated[
-        str, typer.Option("--types", help='of a Triton kernel: "x_ptr=*bf16,n=i64"')
+        str, typer.Option("--types", help='of a Triton kernel: "x_ptr=*bf16,n=i64,stride=4096"')
     ] = "",
     constants: Annotated[
-        str, typer.Option("--constants", help='of a Triton kernel: "BLOCK=1024,num_warps=8"')
+        str,
+        typer.Option("--constants", help='of a Triton kernel: "BLOCK=1024,ACC=fp32,num_warps=8"'),
     ] = "",
     json: JsonOption = None,
 ) -> None:
@@ -334,7 +340,8 @@ def inspect(
         raise BadInput("inspect takes one target, or --diff A B")
     first, other = diff or (target, None)
     assert first is not None
-    with _progress(json) as say:
+    # A log of compilations helps nobody; a terminal shows that something goes on.
+    with _progress(json if sys.stderr.isatty() else "-") as say:
         report = inspect_kept(
             first,
             arch.split(",") if arch is not None else None,

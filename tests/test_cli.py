@@ -56,6 +56,14 @@ def run(monkeypatch, capsys):
     return call
 
 
+def test_inspect_tells_its_progress_to_a_terminal_alone(run, tmp_path, monkeypatch):
+    file = tmp_path / "k.cu"
+    file.write_text("__global__ void f(int* x) { x[0] = 1; }\n")
+    monkeypatch.setenv("NEARLIGHT_CACHE", str(tmp_path / "cache"))
+    code, out, err = run("inspect", f"{file}:f", "--arch", "h200")
+    assert code == 0 and "sm_90a" in out and err == ""
+
+
 def test_bare_nearlight_prints_the_four_doors(run):
     code, out, _ = run()
     assert code == 0

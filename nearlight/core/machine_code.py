@@ -231,13 +231,15 @@ def capability_of(arch: str) -> int:
     """
     match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
     if match is None or int(match[1]) not in MAX_SHARED_BYTES:
-        known = [f"sm_{number}" for number in MAX_SHARED_BYTES]
+        known = [f"sm_{number}" + "a" * (number >= 90) for number in MAX_SHARED_BYTES]
         try:
             near = [find_gpu(arch).arch]
         except BadInput:
             near = get_close_matches(arch.lower(), known, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise ValueError(f"arch={arch!r}: allowed are {', '.join(known)}{hint}")
+        raise ValueError(
+            f"arch={arch!r}: allowed are {', '.join(known)}, with or without the a{hint}"
+        )
     return int(match[1])
 
 

@@ -6,16 +6,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
 
 from nearlight.core.cost import Formula, register_cost
+from nearlight.core.direct import direct
+from nearlight.core.gradient import register_gradient
 from nearlight.core.launch import is_describing
 
 # One library per op by qualified name, and the file that defined it.
 _libraries: dict[str, tuple[torch.library.Library, str]] = {}
+_is_replacing: ContextVar[bool] = ContextVar("is_replacing", default=False)
+
+
+@contextmanager
+def replacing() -> Iterator[None]:
+    """Let a file define ops that another has defined, inside the block: those are gone then."""
+    token = _is_replacing.set(True)
+    try:
+        yield
+    finally:
+        _is_replacing.reset(token)
 
 
 def register_op(
@@ -27,7 +42,9 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """Define a torch op and return what to call; a file run again replaces its former ops.
+    """Define a torch op and return a function that calls it, past torch's dispatcher if it can.
+
+    A file run again replaces its former ops.
 
     Args:
         schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; or the name alone,
@@ -61,7 +78,7 @@ def register_op(
     file = sys._getframe(1).f_code.co_filename
     if qualified in _libraries:
         former, other = _libraries[qualified]
-        if other != file:
+        if other != file and not _is_replacing.get():
             raise ValueError(
                 f"{qualified} is defined in {other} and again in {file}; torch knows one op by a "
                 "name: give one of them another namespace"
@@ -78,6 +95,7 @@ def register_op(
         return (implementation if is_describing() else fake)(*args, **kwargs)
 
     torch.library.register_fake(qualified, fake if fake is None else shapes, lib=library)
+    register_cost(qualified)(cost)
     op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
     if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
         if backward is None:
@@ -85,8 +103,9 @@ def register_op(
             def backward(ctx: Any, *upstream: Any) -> NoReturn:
                 refuse_double_backward(name.removesuffix("_bwd"))
 
-        torch.library.register_autograd(qualified, backward, setup_context=save, lib=library)
-    register_cost(qualified)(cost)
+        function = register_gradient(op, library, save, backward, implementation)
+        if function is not None:
+            return direct(op, implementation, function)
     return op
 
 

@@ -33,6 +33,8 @@ START_SECONDS = 300.0
 # How long a trial may take once one has hung.
 AFTER_HANG_SECONDS = 10.0
 _HUNG = "did not finish"
+# No code raises these signals by itself: the system, short of memory, or somebody has sent them.
+_KILLED = {-number: f"was killed by {number.name}" for number in (signal.SIGKILL, signal.SIGTERM)}
 # What one trial may take on top: a compiler is at work, or a tool with a time limit of its own.
 EXTRA_SECONDS = {"torch": 120.0, "machine code": 300.0, "sanitizer": 300.0}
 EXTRA_SECONDS_ON_GPU = 60.0
@@ -120,14 +122,17 @@ class _Told:
 
     def lose(self, ending: str) -> None:
         """Add the row of the property that a child did not live to finish."""
-        line, reason = self.line, ending
+        line, reason, cause = self.line, ending, ""
+        if " at " in ending:  # who ends at the same line ends by the same fault
+            cause = re.sub(r" in [\d.]+ s\b", "", ending)
         if self.known is not None:
             line, reason = self.known[0], f"{self.known[1]} (a smaller input: {ending})"
+            cause = ""
         elif not self.num_trials:
             reason = f"{ending} while inputs were chosen"
         seconds = round(time.monotonic() - self.start, 3)
         number, tried = self.names[self.current], max(self.num_trials, 0)
-        self.add(Row(number, self.current, "failed", tried, reason, line, seconds))
+        self.add(Row(number, self.current, "failed", tried, reason, line, seconds, cause=cause))
 
 
 @dataclass(frozen=True)
@@ -195,11 +200,18 @@ def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progr
             "`if __name__ == '__main__':`"
         )
     told = _Told(progress)
+    killed: set[str] = set()
     while not told.is_done:
         asked = {**request, "name": name, "parent": os.getpid(), "done": list(told.rows)}
         ending = _run_child(asked, told, limits)
         if told.is_done:
             break
+        if ending in _KILLED.values():
+            if told.current not in killed:  # before an op is blamed
+                killed.add(told.current)
+                progress(f"{name} {told.current}: {ending}, a second attempt")
+                continue
+            ending = f"{ending} in two attempts; that is sent from outside: out of memory?"
         if told.header is None:
             raise BadInput(f"{name}: {ending} while it was imported")
         if not told.current:
@@ -260,6 +272,8 @@ def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Lim
             code = child.wait(0 if is_open else slice_seconds)
         except subprocess.TimeoutExpired:
             continue
+        if code in _KILLED:
+            return _KILLED[code]
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
         return f"ended the process with exit code {code}"

@@ -5,12 +5,15 @@ It is the user's bad input and no broken property; the message holds the compile
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from textwrap import dedent, indent
 from typing import Any
 
 import torch
 from triton.compiler.errors import CompilationError
+from triton.runtime.jit import JITFunction
 
 from nearlight.core import cuda, triton
 from nearlight.core.builds import compile_build
@@ -21,6 +24,8 @@ from nearlight.core.op import KernelBuild, Op
 from nearlight.core.user_code import place_of
 
 COMPILE_ERRORS = (cuda.CompileError, CompilationError)
+# What stands around the compiler's messages and says nothing: how cuda-core and NVRTC count.
+_AROUND = re.compile(r"\d+: NVRTC_ERROR.*|\d+ errors? detected in the compilation.*|\s*")
 
 
 class BadSource(BadInput):
@@ -28,18 +33,29 @@ class BadSource(BadInput):
 
 
 def at_users_line(kernel: Any, error: CompilationError) -> str:
-    """Return Triton's message with the line of the file, which it counts from the kernel's own."""
+    """Return Triton's message once, behind file and line, with that line and a caret below it.
+
+    Of functions that call each other it is the innermost one that its caller knows by a name.
+    """
     while not hasattr(kernel, "raw_src"):  # what is wrapped by a tuner of Triton's own
         kernel = kernel.fn
+    node, inner = error.node, error
+    while (cause := inner.__cause__) is not None:
+        functions = (f for f in kernel.fn.__globals__.values() if isinstance(f, JITFunction))
+        called = next((f for f in functions if f.src == getattr(cause, "src", "")), None)
+        if called is not None:
+            kernel, node = called, cause.node
+        inner = cause
+    message = getattr(inner, "error_message", None) or one_line(inner)
     decorators = next(
         n for n, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def ")
     )
-    line = kernel.starting_line_number + decorators + getattr(error.node, "lineno", 1) - 1
-    inner: BaseException = error
-    while inner.__cause__ is not None:
-        inner = inner.__cause__
-    message = getattr(inner, "error_message", None) or one_line(inner)
-    return f"{kernel.fn.__code__.co_filename}:{line}: {message}\n{error}"
+    number = getattr(node, "lineno", 1)  # from `def`; its columns are counted in bytes
+    line = kernel.starting_line_number + decorators + number - 1
+    text = kernel.src.splitlines()[number - 1]
+    before = text.encode()[: getattr(node, "col_offset", 0)].decode()
+    shown = indent(dedent(f"{text}\n{' ' * len(before)}^"), "  ")
+    return f"{kernel.fn.__code__.co_filename}:{line}: {message}\n{shown}"
 
 
 def builds_of(op: Op, arch: str) -> Sequence[KernelBuild]:
@@ -107,7 +123,11 @@ def _told(kernel: Any, error: Exception) -> str:
     """Return what is wrong with a kernel's source, or "" where that is not what failed."""
     if isinstance(error, CompilationError):
         return at_users_line(kernel, error)
-    if isinstance(kernel, cuda.Kernel):  # a missing file or kernel, or NVRTC's own lines
+    if isinstance(error, cuda.CompileError):
+        lines = [line for line in str(error).splitlines() if not _AROUND.fullmatch(line)]
+        path = kernel.path.absolute()
+        return "\n".join(re.sub(rf"^{re.escape(path.name)}(?=\()", str(path), t) for t in lines)
+    if isinstance(kernel, cuda.Kernel):  # a missing file or kernel
         return str(error) if isinstance(error, ValueError | OSError) else ""
     return _misfit(kernel, error) if kernel is not None and isinstance(error, TypeError) else ""
 

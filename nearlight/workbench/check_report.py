@@ -11,7 +11,7 @@ from nearlight.core.report import Proof, Report
 
 NOT_APPLICABLE = "not applicable"
 # Parts of a row that stand only where they say something.
-_RARE = ("reproduce", "needs_gpu")
+_RARE = ("reproduce", "needs_gpu", "same_as")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Row:
         seconds: how long it took.
         kernels: names of the kernels that were launched.
         needs_gpu: whether it is not applicable for want of a GPU.
+        cause: what is wrong, which may be what is wrong in another row; "" where it is not known.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Row:
     seconds: float
     kernels: Sequence[str] = ()
     needs_gpu: bool = False
+    cause: str = ""
 
     def __str__(self) -> str:
         return f"{self.property}: {self.status} ({self.seconds:.1f} s)"
@@ -70,6 +72,9 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
     """Return the report of a check: the verdict first, then what was launched, then the rows."""
     kernels = sorted({name for row in rows for name in row.kernels})
     failed = [row for row in rows if row.status == "failed"]
+    first: dict[str, str] = {}  # by cause, the first property that it breaks
+    for row in failed:
+        first.setdefault(row.cause or row.property, row.property)
     judged = [row for row in rows if row.status != NOT_APPLICABLE]
     is_on_cpu = header.device == "cpu"
     num_elsewhere = sum(row.needs_gpu for row in rows) if is_on_cpu else 0
@@ -96,7 +101,7 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
         setup=f"{'quick' if header.quick else 'full'} check, {method}",
         versions=header.versions,
         proof=Proof(bool(judged) and not failed, (), method, is_not_run),
-        rows=[_as_dict(row) for row in rows],
+        rows=[_as_dict(row, first.get(row.cause, "")) for row in rows],
         next=failed[0].reproduce if failed else _next(header, is_not_run),
     )
 
@@ -109,8 +114,9 @@ def _next(header: Header, is_not_run: bool) -> str:
 
 
 def broken(report: Report) -> list[str]:
-    """Return how each failed property is broken and the line that shows it; [] where all holds."""
-    lines = [told(row) for row in report.rows if row["status"] == "failed"]
+    """Return each cause once, with the line that shows it, and what is as it; [] if all holds."""
+    failed = [row for row in report.rows if row["status"] == "failed"]
+    lines = [f"{r['property']}: as {r['same_as']}" if "same_as" in r else told(r) for r in failed]
     if not lines and not (report.proof and report.proof.passed):
         reasons = [f"{row['property']}: {row['reason']}" for row in report.rows]
         return ["no property could be judged here", *reasons]
@@ -122,6 +128,8 @@ def told(row: Mapping[str, Any]) -> str:
     return f"{row['property']}: {row['reason']}\n  {row.get('reproduce', '')}"
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
+def _as_dict(row: Row, first: str) -> dict[str, Any]:
     # The rows of a table: what only few have is left out of the others.
-    return {k: v for k, v in asdict(row).items() if k != "kernels" and (v or k not in _RARE)}
+    parts = {**asdict(row), "same_as": first if first != row.property else ""}
+    untold = ("kernels", "cause")
+    return {k: v for k, v in parts.items() if k not in untold and (v or k not in _RARE)}

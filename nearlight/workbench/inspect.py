@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from triton.errors import TritonError
 from nearlight.core import cuda, machine_code, triton
 from nearlight.core.builds import compile_build
 from nearlight.core.errors import BadInput, one_line
+from nearlight.core.hardware import find_gpu
 from nearlight.core.machine_code import MachineCode
 from nearlight.core.occupancy import Occupancy, occupancy
 from nearlight.core.op import KernelBuild
 from nearlight.core.progress import Progress, silent
+from nearlight.core.register import replacing
 from nearlight.core.report import Report
 from nearlight.core.versions import versions
 from nearlight.workbench.bad_source import at_users_line
@@ -70,12 +73,14 @@ def inspect(
     Args:
         target: an op of ours, "file.py", "file.py:NAME" (an Op record or a kernel), "file.cu" or
             "file.cu:kernel<args>".
-        archs: by default sm_80, sm_90a, sm_100a and sm_120a; with `other` one, by default sm_90a.
+        archs: or GPUs ("h200"); by default sm_80, sm_90a, sm_100a and sm_120a; with `other` one,
+            by default sm_90a.
         other: a second target, compared with the first on one arch.
         block: threads of a block of a .cu file's kernels.
         shared: bytes of dynamic shared memory of such a block.
-        types: "x_ptr=*bf16,n=i64", arguments of a bare Triton kernel without annotations.
-        constants: "BLOCK=1024,num_warps=8", its compile-time constants and launch options.
+        types: "x_ptr=*bf16,n=i64", arguments of a Triton kernel where neither annotations nor
+            a record of its file say them, or other ones.
+        constants: "BLOCK=1024,ACC=fp32,num_warps=8", its compile-time constants and launch options.
         progress: called with a line before each compilation.
 
     Returns:
@@ -93,21 +98,31 @@ def inspect(
     chosen = _archs(archs or (("sm_90a",) if other else ARCHS))
     options = Options(block, shared, types, constants)
     if other is None:
-        first = find(target, options)
+        first = replace(find(target, options), options=options.pasted)
         return _report(first, chosen, _looks(first, chosen, progress))
     if len(chosen) > 1:
         raise BadInput(f"two targets are compared on one arch, not on {', '.join(chosen)}")
-    pair = [find(name, options.fitting(name, (target, other))) for name in (target, other)]
-    rows = [[row_of(look) for look in _looks(each, chosen, progress)] for each in pair]
-    return diff_report(pair, chosen[0], rows)
+    pair: list[Target] = []
+    looks: list[list[Look]] = []
+    for name in (target, other):
+        with replacing():  # the first is compiled: the second may define ops of the same names
+            own = options.fitting(name, (target, other))
+            pair.append(replace(find(name, own), options=own.pasted))
+            looks.append(_looks(pair[-1], chosen, progress))
+    rows = [[row_of(look) for look in each] for each in looks]
+    return diff_report(pair, chosen[0], rows, [_lacking(each) for each in looks])
 
 
 def _archs(names: Sequence[str]) -> list[str]:
-    """Return the archs with the features of their own ("sm_90a" for "sm_90"), each once."""
-    try:
-        found = [cuda.own_arch(machine_code.capability_of(name.strip())) for name in names]
-    except ValueError as error:
-        raise BadInput(f"--arch: {error}") from None
+    """Return the archs, also of GPUs, with the features of their own ("sm_90a"), each once."""
+    found = []
+    for name in map(str.strip, names):
+        with suppress(BadInput):
+            name = find_gpu(name).arch
+        try:
+            found.append(cuda.own_arch(machine_code.capability_of(name)))
+        except ValueError as error:
+            raise BadInput(f"--arch: {error}; or a GPU, such as h200") from None
     return list(dict.fromkeys(found))
 
 
@@ -192,6 +207,18 @@ def _lacks_shared_bytes(build: KernelBuild, code: MachineCode) -> bool:
     return any(re.search(rf"\b{array}\b", body) for array in arrays)
 
 
+def _lacking(looks: Sequence[Look]) -> str:
+    """Return the options that would tell the occupancy where it is not known, with an example."""
+    unknown = [(look, look.code) for look in looks if look.code and not look.occupancy]
+    options = {
+        "--block 256": any(
+            not (look.build.num_threads or code.num_threads) for look, code in unknown
+        ),
+        "--shared 16384": any(_lacks_shared_bytes(look.build, code) for look, code in unknown),
+    }
+    return " ".join(option for option, lacks in options.items() if lacks)
+
+
 def row_of(look: Look) -> dict[str, Any]:
     """Return the row of one kernel on one arch: plain numbers by their quantity."""
     row: dict[str, Any] = {"kernel": look.kernel, "arch": look.arch}
@@ -257,20 +284,21 @@ def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Repo
     if len(findings) > 1:
         answer += f", and {len(findings) - 1} more"
     next_step = f"nearlight bench {shlex.quote(target.name)}" if target.op else ""
-    if unknown := [look for look in looks if look.code and not look.occupancy]:
-        next_step = f"for the occupancy: nearlight inspect {shlex.quote(target.name)} --block 256"
-        if any(look.code and _lacks_shared_bytes(look.build, look.code) for look in unknown):
-            next_step += " --shared BYTES"
+    setup = (f"{num}, compiled for {', '.join(archs)}; counts are of instructions as they stand in "
+             "the code, not as often as they run")  # fmt: skip
+    if lacking := _lacking(looks):
+        setup += f"; for the occupancy say what it is launched with: {lacking}"
+        next_step = f"for the occupancy: nearlight inspect {target.pasted} {lacking}"
     return Report(
         verb="inspect",
         answer=answer or f"{target.name}: {num} for {', '.join(archs)}: {_summary(looks)}",
         target=target.name,
-        setup=f"{num}, compiled for {', '.join(archs)}; counts are of instructions as they stand "
-        "in the code, not as often as they run",
+        setup=setup,
         versions=versions(),
         findings=findings,
         rows=[row_of(look) for look in sorted(looks, key=lambda look: kernels.index(look.kernel))],
-        next=next_step or f"compare: nearlight inspect --diff {shlex.quote(target.name)} OTHER",
+        next=next_step
+        or f"compare: nearlight inspect --diff {shlex.quote(target.name)} OTHER{target.options}",
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from nearlight.core.errors import BadInput
@@ -17,13 +17,19 @@ Row = dict[str, Any]
 _NAMED = 5
 
 
-def diff_report(targets: Sequence[Target], arch: str, rows: Sequence[Sequence[Row]]) -> Report:
+def diff_report(
+    targets: Sequence[Target],
+    arch: str,
+    rows: Sequence[Sequence[Row]],
+    lacking: Sequence[str] = ("", ""),
+) -> Report:
     """Return the report on two targets: a pair of rows for each kernel that both have.
 
     Args:
         targets: two.
         arch: both were compiled for it.
         rows: of each target's kernels.
+        lacking: options that would tell each target's occupancy, "" where it is known.
 
     Raises:
         BadInput: none of the kernels of one has its like in the other.
@@ -31,7 +37,8 @@ def diff_report(targets: Sequence[Target], arch: str, rows: Sequence[Sequence[Ro
     both: list[Row] = []
     answers = []
     names = _names(targets)
-    for left, right in _pairs(targets, rows):
+    pairs = _pairs(targets, rows)
+    for left, right in pairs:
         kernels = dict.fromkeys((left["kernel"], right["kernel"]))
         label = " → ".join(kernels)
         both += [{**row, "kernel": label, "target": name}
@@ -41,17 +48,23 @@ def diff_report(targets: Sequence[Target], arch: str, rows: Sequence[Sequence[Ro
                  if key != "kernel" and left.get(key) != right.get(key)]  # fmt: skip
         more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
         answers.append(f"{label}: {', '.join(found[:_NAMED] + more) or 'no difference'}")
-    second = shlex.quote(targets[1].name)
+    setup = f"{names[0]} → {names[1]}, both compiled for {arch}"
+    for side, name in enumerate(names):
+        paired = [pair[side] for pair in pairs]
+        if alone := [_called(row) for row in rows[side] if row not in paired]:
+            setup += f"; in {name} alone: {', '.join(alone)}"
+        if lacking[side]:
+            setup += f"; for the occupancy say what {name} is launched with: {lacking[side]}"
     return Report(
         verb="inspect",
         answer=f"on {arch}, {'; '.join(answers)}",
         target=" and ".join(names),
-        setup=f"{names[0]} → {names[1]}, both compiled for {arch}",
+        setup=setup,
         versions=versions(),
         rows=both,
-        next=f"what it is worth: nearlight bench {second}"
+        next=f"what it is worth: nearlight bench {targets[1].pasted}"
         if targets[1].op
-        else f"on each arch: nearlight inspect {second}",
+        else f"on each arch: nearlight inspect {targets[1].pasted}",
     )
 
 
@@ -60,21 +73,36 @@ def _names(targets: Sequence[Target]) -> list[str]:
     return [first, second if second != first else f"{second} again"]
 
 
-def _pairs(targets: Sequence[Target], rows: Sequence[Sequence[Row]]) -> Iterator[tuple[Row, Row]]:
-    """Yield the rows of kernels that belong together: the only ones, or those of one name."""
-    left, right = rows
-    if len(left) == len(right) == 1:
-        yield left[0], right[0]
-        return
-    by_name = {row["kernel"]: row for row in right}
-    shared = [(row, by_name[row["kernel"]]) for row in left if row["kernel"] in by_name]
-    if not shared:
+def _pairs(targets: Sequence[Target], rows: Sequence[Sequence[Row]]) -> list[tuple[Row, Row]]:
+    """Return the rows of kernels that belong together: of one name, or the only ones left."""
+    found: list[tuple[Row, Row]] = []
+    left, right = map(list, rows)
+    for key in (str, _stem, lambda label: ""):
+        for name in dict.fromkeys(key(row["kernel"]) for row in left):
+            mine, theirs = ([r for r in each if key(r["kernel"]) == name] for each in (left, right))
+            if len(mine) == len(theirs) and (name or len(mine) == 1):
+                found += zip(mine, theirs, strict=True)
+                left = [row for row in left if row not in mine]
+                right = [row for row in right if row not in theirs]
+    if not found:
         lists = "; ".join(
-            f"{target.name} has {', '.join({row['kernel'].split()[0]: 0 for row in each})}"
+            f"{target.name} has {', '.join(dict.fromkeys(_called(row) for row in each))}"
             for target, each in zip(targets, rows, strict=True)
         )
         raise BadInput(f"no kernel stands in both, name one of each: {lists}")
-    yield from shared
+    return sorted(found, key=lambda pair: rows[0].index(pair[0]))
+
+
+def _called(row: Row) -> str:
+    """Return what a kernel's target is named by: "f" of "f bf16 #2", "f<a, b>" as it stands."""
+    match = re.match(r"[^\s<(]+(?:[<(].*[>)])?", row["kernel"])
+    return match[0] if match else row["kernel"]
+
+
+def _stem(label: str) -> str:
+    """Return what kernels of two languages share: "f" of "_f_kernel bf16" and "a::f<b>"."""
+    match = re.match(r"(?:\w+::)*_*([^\s<(]+?)(?:_kernel)?(?=[\s<(]|$)", label)
+    return match[1] if match else label
 
 
 def _text(value: Any) -> str:

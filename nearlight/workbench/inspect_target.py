@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton.language as tl
-from triton.runtime.jit import JITFunction, type_canonicalisation_dict
+from triton.errors import TritonError
+from triton.runtime.jit import JITFunction, KernelParam, type_canonicalisation_dict
 
-from nearlight.core import cuda
+from nearlight.core import cuda, triton
 from nearlight.core.errors import BadInput
+from nearlight.core.launch import describe, described_launches
 from nearlight.core.op import KernelBuild, Op
 from nearlight.core.user_code import split_name
 from nearlight.workbench.load import load_file, load_op
 
-_TYPE = re.compile(r"\*?(?:i1|[iu](?:8|16|32|64)|fp16|bf16|fp32|fp64|fp8e4nv|fp8e5)(?::(?:1|16))?")
-_LAUNCH_OPTIONS = ("num_warps", "num_stages")
+_KIND = r"(?:i1|[iu](?:8|16|32|64)|fp16|bf16|fp32|fp64|fp8e4nv|fp8e4b15|fp8e5)"
+_TYPE = re.compile(rf"\*?{_KIND}(?::(?:1|16))?|tensordesc<{_KIND}\[[\d, ]+\]>")
+# The tensor of a stride, where the next may be of the same: "x_stride_row", "stride_am".
+_STRIDE = re.compile(r"(.+_stride_|stride_[a-z](?=.$)).+")
+_NUMBER = re.compile(r"-?[\d.].*|True|False|None")
+_DTYPES = {
+    name: "i1" if kind == "u1" else kind for name, kind in type_canonicalisation_dict.items()
+}
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -32,28 +45,42 @@ class Target:
         name: what the user named.
         builds: `(arch) -> the kernels as they are compiled for it`.
         op: the record, where it is one.
+        options: what the user said beside it, as a shell reads it.
     """
 
     name: str
     builds: Callable[[str], Sequence[KernelBuild]]
     op: Op | None = None
+    options: str = ""
+
+    @property
+    def pasted(self) -> str:
+        """The name and the options as a shell reads them."""
+        return shlex.quote(self.name) + self.options
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user adds to a kernel that has no Op record.
+    """What the user says of a kernel where no Op record does, or instead of it.
 
     Attributes:
         block: threads of a block of a .cu file's kernels; 0 where nothing is said.
         shared: bytes of dynamic shared memory of such a block.
-        types: "x_ptr=*bf16,n=i64" for a Triton kernel's arguments.
-        constants: "BLOCK=1024,num_warps=8", its compile-time constants and launch options.
+        types: "x_ptr=*bf16,n=i64" for a Triton kernel's arguments; "n=4096" is typed as a launch
+            with this number is.
+        constants: "BLOCK=1024,ACC=fp32,num_warps=8", its compile-time constants and launch options.
     """
 
     block: int = 0
     shared: int = 0
     types: str = ""
     constants: str = ""
+
+    @property
+    def pasted(self) -> str:
+        """The options as a shell reads them, each with a space before it."""
+        given = ((f"--{name}", value) for name, value in vars(self).items() if value)
+        return "".join(f" {option} {shlex.quote(str(value))}" for option, value in given)
 
     def fitting(self, name: str, pair: Sequence[str]) -> Options:
         """Return what is meant for one of two targets of different kinds."""
@@ -73,8 +100,8 @@ def find(name: str, options: Options) -> Target:
     """Return what a target names.
 
     Args:
-        name: an op of ours, "file.py", "file.py:NAME" (an Op record or a kernel), "file.cu" or
-            "file.cu:kernel<args>".
+        name: an op of ours ("swiglu", "swiglu:kernel"), "file.py", "file.py:NAME" (an Op record or
+            a kernel), "file.cu" or "file.cu:kernel<args>".
         options: refused where the target knows better.
 
     Raises:
@@ -89,7 +116,10 @@ def find(name: str, options: Options) -> Target:
             f"--types and --constants are for a Triton kernel, file.py:kernel; not {name}"
         )
     if path is None:
-        op = load_op(name)
+        op_name, _, kernel = name.partition(":")
+        op = load_op(op_name)
+        if kernel:
+            return _kernel_target(name, kernel, None, options, [op])
         return Target(name, op.builds, op)
     if suffix == ".cu":
         return _cuda_target(name, path, kernel, options)
@@ -141,7 +171,7 @@ def _compiled(path: Path, name: str, arch: str) -> list[_Compiled]:
     names = [short for short, _ in named.values()]
     found = []
     for symbol, (short, full) in named.items():
-        if not name or name in (short, full) or _is_called(short, name):
+        if not name or name == full or _is_called(short, name):
             label = short if names.count(short) == 1 else full
             found.append(_Compiled(path, label, cubin=replace(cubin, symbol=symbol)))
     if not found:
@@ -153,8 +183,8 @@ def _compiled(path: Path, name: str, arch: str) -> list[_Compiled]:
 
 
 def _is_called(kernel: str, name: str) -> bool:
-    """Return whether "copy" or "b::copy" is said for a::b::copy<float>."""
-    return f"::{kernel}".partition("<")[0].endswith(f"::{name}")
+    """Return whether "copy", "b::copy" or all of it is said for a::b::copy<float>."""
+    return name == kernel or f"::{kernel}".partition("<")[0].endswith(f"::{name}")
 
 
 def _named(symbol: str) -> tuple[str, str]:
@@ -176,26 +206,59 @@ def _no_kernel(path: Path, name: str, reason: str = "", known: Sequence[str] = (
 
 
 def _python_target(name: str, path: Path, attribute: str, options: Options) -> Target:
-    module = load_file(path)
-    members = vars(module)
+    members = vars(load_file(path))
     found = members.get(attribute or "OP")
     if isinstance(found, Op):
         if options.types or options.constants:
             raise BadInput(f"{name} is an Op record, whose builds say types and constants")
         return Target(name, found.builds, found)
-    if isinstance(found, cuda.Kernel):
-        build = KernelBuild(found, {}, {})
-        return Target(name, lambda arch: [build])
-    kernel = _unwrapped(found)
-    if kernel is None:
-        known = [each for each, value in members.items() if isinstance(value, Op | cuda.Kernel)]
-        known += [each for each, value in members.items() if _unwrapped(value) is not None]
-        offered = ", ".join(get_close_matches(attribute, known, cutoff=0.4) or known)
-        hint = f"name one of {offered}" if offered else "define OP = Op(...) or a @jit kernel"
-        what = f"kernel or Op record called {attribute}" if attribute else "Op record called OP"
-        raise BadInput(f"{path} has no {what}; {hint}: {path}:NAME")
-    build = triton_build(kernel, name, options.types, options.constants)
-    return Target(name, lambda arch: [build])
+    kernel = found if isinstance(found, cuda.Kernel) else _unwrapped(found)
+    records = [value for value in members.values() if attribute and isinstance(value, Op)]
+    known = [each for each, value in members.items()
+             if isinstance(value, Op | cuda.Kernel) or _unwrapped(value)]  # fmt: skip
+    return _kernel_target(name, attribute, kernel, options, records, known)
+
+
+def _kernel_target(
+    name: str,
+    called: str,
+    kernel: JITFunction[Any] | cuda.Kernel | None,
+    options: Options,
+    records: Sequence[Op],
+    known: Sequence[str] = (),
+) -> Target:
+    """Return a kernel as the records of its file build it, or else as the options say."""
+    texts = (options.types, options.constants)
+
+    def builds(arch: str) -> list[KernelBuild]:
+        built: list[KernelBuild] = []
+        refusals = []
+        for record in records:
+            try:
+                built += record.builds(arch)
+            except ValueError as error:  # it has none for this arch
+                refusals.append(error)
+        found = [e for e in built if (e.kernel == kernel if kernel else _is_called(e.name, called))]
+        if not found and refusals and not (any(texts) if kernel else built):
+            raise refusals[0]
+        if not found and kernel is None:
+            raise _no_member(name, called, [*known, *(each.name for each in built)])
+        found = found or [KernelBuild(kernel, {}, {})]
+        if not isinstance(found[0].kernel, cuda.Kernel):
+            found = [triton_build(each, name, *texts) for each in found]
+        elif any(texts):
+            raise BadInput(f"--types and --constants are for a Triton kernel; not {name}")
+        return [each for index, each in enumerate(found) if each not in found[:index]]
+
+    return Target(name, builds)
+
+
+def _no_member(name: str, attribute: str, known: Sequence[str]) -> BadInput:
+    file = name.removesuffix(f":{attribute}")
+    offered = ", ".join(dict.fromkeys(get_close_matches(attribute, known, cutoff=0.4) or known))
+    hint = f"name one of {offered}" if offered else "define OP = Op(...) or a @jit kernel"
+    what = f"kernel or Op record called {attribute}" if attribute else "Op record called OP"
+    return BadInput(f"{file} has no {what}; {hint}: {file}:NAME")
 
 
 def _unwrapped(value: Any) -> JITFunction[Any] | None:
@@ -206,56 +269,83 @@ def _unwrapped(value: Any) -> JITFunction[Any] | None:
 
 
 def triton_build(
-    kernel: JITFunction[Any], name: str, types: str = "", constants: str = ""
+    start: KernelBuild, name: str, types: str = "", constants: str = ""
 ) -> KernelBuild:
-    """Return the build of a bare Triton kernel, typed by its annotations and the user.
+    """Return the build of a Triton kernel with what its annotations and the user add.
 
     Args:
-        kernel: made by `triton.jit` or `nearlight.core.triton.jit`.
+        start: what a record says; of a bare kernel nothing.
         name: of the target, for the message.
-        types: "x_ptr=*bf16,n=i64"; an annotation (`x_ptr: "*bf16"`) says the same.
-        constants: "BLOCK=1024"; also num_warps and num_stages.
+        types: "x_ptr=*bf16,n=i64"; an annotation (`x_ptr: "*bf16"`) says the same. "n=4096" is
+            what a launch makes of the number, "i32:16", and "stride=1" a constant.
+        constants: "BLOCK=1024"; also num_warps, num_stages and enable_fp_fusion.
 
     Raises:
-        BadInput: an argument that is missing, unknown or of no known type; the message holds the
-            options to paste.
+        BadInput: an argument that is missing, unknown or of no known type; the message holds
+            options to paste, if there are any that compile.
     """
-    parameters = {p.name: p for p in kernel.params}
+    kernel = start.kernel
+    parameters = [p.name for p in kernel.params]
+    given = _pairs("--types", types, parameters)
+    pairs = _pairs("--constants", constants, (*parameters, *_LAUNCH_OPTIONS))
+    values = {argument: _value(argument, text, kernel) for argument, text in pairs.items()}
+    options = {each: values.pop(each) for each in _LAUNCH_OPTIONS if each in pairs}
+    numbers = {n: _value(n, text, kernel) for n, text in given.items() if _NUMBER.fullmatch(text)}
+    with described_launches(None) as launched:
+        describe(kernel, (), numbers)
     signature = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
-    signature |= _pairs("--types", types, parameters)
+    fixed: dict[str, Any] = {}
+    for kinds, known in (
+        (start.signature, start.constants),
+        ({each: kind for each, kind in given.items() if each not in numbers}, {}),
+        (launched[0].signature, launched[0].constants),
+        ({}, values),
+    ):  # what is said later holds
+        signature = {n: kind for n, kind in (signature | {**kinds}).items() if n not in known}
+        fixed = {n: value for n, value in (fixed | {**known}).items() if n not in kinds}
     for argument, kind in signature.items():
         if not _TYPE.fullmatch(kind):
-            near = type_canonicalisation_dict.get(kind.strip("*").removeprefix("torch."), "")
+            near = _DTYPES.get(kind.strip("*").removeprefix("torch."), "")
             raise BadInput(
                 f"--types {argument}={kind}: allowed are i1, i8 to i64, u8 to u64, fp16, bf16, "
-                "fp32, fp64 and fp8e4nv, fp8e5; * before it for a pointer, :16 behind it for a "
-                "multiple of 16" + (f"; did you mean {near.replace('u1', 'i1')}?" if near else "")
+                "fp32, fp64, fp8e4nv, fp8e4b15 and fp8e5; * before it for a pointer, :16 behind it "
+                "for a multiple of 16; tensordesc<fp16[64, 64]>; the number that a launch gives"
+                + (f"; did you mean {near}?" if near else "")
             )
-    given = _pairs("--constants", constants, (*parameters, *_LAUNCH_OPTIONS))
-    values = {argument: _value(argument, text) for argument, text in given.items()}
-    launch = {each: values.pop(each) for each in _LAUNCH_OPTIONS if each in set(values)}
-    signature = {each: kind for each, kind in signature.items() if each not in values}
-    known = {*signature, *values}
-    missing = [p for p in kernel.params if p.name not in known and not p.has_default]
+    missing = [p for p in kernel.params if p.name not in {*signature, *fixed} and not p.has_default]
     if missing:
-        needs_type = [p for p in missing if not p.is_constexpr]
-        lines = {
-            "--types": ",".join(f"{p.name}={_guess(p.name, kernel.src)}" for p in needs_type),
-            "--constants": ",".join(f"{p.name}=128" for p in missing if p.is_constexpr),
-        }
-        pasted = " ".join(f"{option} '{text}'" for option, text in lines.items() if text)
         raise BadInput(
             f"{name} takes {', '.join(parameters)}; nothing says what "
-            f"{', '.join(p.name for p in missing)} "
-            f"{'are' if len(missing) > 1 else 'is'}. Correct and add: {pasted}"
+            f"{', '.join(p.name for p in missing)} {'are' if missing[1:] else 'is'}. "
+            + _advice(start, missing, types, constants)
         )
-    return KernelBuild(kernel, signature, values, **launch)
+    return replace(start, signature=signature, constants=fixed, **options)
 
 
-def _pairs(option: str, text: str, allowed: Iterable[str]) -> Mapping[str, str]:
+def _advice(start: KernelBuild, missing: Sequence[KernelParam], types: str, constants: str) -> str:
+    """Return options to paste that say all that is missing, if the compiler takes them."""
+    kernel = start.kernel
+    constant = [p.name for p in missing if p.is_constexpr]
+    typed = [p.name for p in missing if p.name not in constant]
+    for size in ("64", "16"):
+        guesses = (
+            [types, *(f"{each}={_guess(each, kernel)}" for each in typed)],
+            [
+                constants,
+                *(f"{each}={_guess_constant(each, kernel.src, size)}" for each in constant),
+            ],
+        )
+        texts = [",".join(filter(None, parts)) for parts in guesses]
+        with suppress(TritonError, ValueError, TypeError, RuntimeError):
+            triton.compile_for(triton_build(start, "", *texts), "sm_80", is_strict=False)
+            return f"Correct and give:{Options(0, 0, *texts).pasted}"
+    said = {"--types NAME=*bf16 or NAME=i32": typed, "--constants NAME=VALUE": constant}
+    return "Give " + ", ".join(f"{o} for {', '.join(each)}" for o, each in said.items() if each)
+
+
+def _pairs(option: str, text: str, names: Sequence[str]) -> Mapping[str, str]:
     pairs = {}
-    names = list(allowed)
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?![^(\[]*[)\]])", text)):  # a tuple's comma is its own
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if name not in names or not equals or not value:
             near = get_close_matches(name, names, 1)
@@ -265,22 +355,46 @@ def _pairs(option: str, text: str, allowed: Iterable[str]) -> Mapping[str, str]:
     return pairs
 
 
-def _value(name: str, text: str) -> Any:
-    """Return a number, True, None, "text" or a type of Triton ("tl.float32")."""
-    if text.startswith("tl.") and isinstance(dtype := getattr(tl, text[3:], None), tl.dtype):
-        return dtype
-    try:
+def _value(name: str, text: str, kernel: JITFunction[Any]) -> Any:
+    """Return a literal, a type ("fp32", "tl.float32") or what the kernel's file calls so."""
+    with suppress(SyntaxError, ValueError):
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        raise BadInput(
-            f"--constants {name}={text}: allowed are numbers, True, False, None, quoted text and "
-            "tl.float32 and the like"
-        ) from None
+    if kind := _DTYPES.get(text.removeprefix("tl.").removeprefix("torch.")):
+        return tl.dtype(re.sub(r"^(u?)i?(?=\d)", r"\1int", kind))
+    with suppress(AttributeError, KeyError):
+        first, *rest = text.split(".")
+        found = reduce(getattr, rest, kernel.fn.__globals__[first])
+        return found.value if isinstance(found, tl.constexpr) else found
+    raise BadInput(
+        f"{name}={text}: allowed are numbers, True, False, None, quoted text, a type (fp32) and "
+        "what the kernel's file gives a name"
+    )
 
 
-def _guess(name: str, source: str) -> str:
-    """Return a type: a pointer's where an address, or what it is added to, begins with the name."""
-    begun = "|".join([name, *re.findall(rf"\b(\w+) = \(*{name} \+", source)])
-    if re.search(rf"\btl\.(?:load|store|atomic_\w+|make_\w+)\(\s*\(*(?:{begun})\b", source):
+def _guess(name: str, kernel: JITFunction[Any]) -> str:
+    """Return a type: a pointer's where an address, or what it is added to, begins with the name.
+
+    The last of the strides of a tensor is taken for 1, an epsilon for a float.
+    """
+    begun = "|".join([name, *re.findall(rf"\b(\w+) = \(*{name} \+", kernel.src)])
+    pattern = rf"\btl\.(?:load|store|atomic_\w+|make_\w+)\(\s*\(*(?:{begun})\b"
+    if re.search(pattern, kernel.src) or "ptr" in name.lower():
         return "*bf16"
-    return "*bf16" if "ptr" in name.lower() else "i64" if "stride" in name.lower() else "i32"
+    if re.search("eps|scale|alpha", name):
+        return "fp32"
+    index = kernel.arg_names.index(name)
+    around = ["", *kernel.arg_names, ""][index : index + 3]
+    before, own, after = ((m := _STRIDE.fullmatch(each)) and m[1] for each in around)
+    return "1" if own and before == own != after else "i32"
+
+
+def _guess_constant(name: str, source: str, size: str) -> str:
+    """Return what a source makes of a constant: a text, a type, a condition, or else a size."""
+    if match := re.search(rf"\b{name} (?:==|!=|in) [(\[]?['\"](.*?)['\"]", source):
+        return json.dumps(match[1])
+    if f"input_precision={name}" in source:
+        return '"ieee"'
+    if re.search(rf"\.to\({name}\b|\bdtype={name}\b|\.(?:zeros|full)\(.*[)\]],.* {name}\)", source):
+        return "fp32"
+    is_condition = re.search(rf"\b(?:if|not|and|or) {name}\b(?! *[-<>=!+*/%.])", source)
+    return "True" if is_condition else size

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ def load_op(name: str) -> Op:
 def load_file(file: Path) -> ModuleType:
     """Import a file of the user's; BadInput with file and line where that fails."""
     if not file.is_file():
-        raise BadInput(f"no file {file}")
+        raise BadInput(f"no file {file}" + f" in {Path.cwd()}" * (not file.is_absolute()))
     # Found last and under a name of its own, so that a file called torch.py hides nothing.
     root, package = package_root(file)
     sys.path += [str(p) for p in (root, file.resolve().parent) if str(p) not in sys.path]
@@ -65,8 +66,22 @@ def load_file(file: Path) -> ModuleType:
         sys.modules.pop(name, None)
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise BadInput(f"{place_of(error, is_long=True) or file}: {one_line(error)}") from error
+        told = _lacking(error) or one_line(error)
+        raise BadInput(f"{place_of(error, is_long=True) or file}: {told}") from error
     return module
+
+
+def _lacking(error: BaseException) -> str:
+    """Say which parts of a record a file lacks and what they are, or return ""."""
+    names: list[str] = []
+    if isinstance(error, NameError) and error.name in ("reference", "make_inputs"):
+        names = [error.name]
+    elif isinstance(error, TypeError) and str(error).startswith("Op.__init__() missing"):
+        names = re.findall(r"'(\w+)'", str(error))
+    about = " ".join((Op.__doc__ or "").split())
+    parts = (re.search(rf" {name}: (.*?)\.? (?=\w+: )", about) for name in names)
+    told = [f"{n}: give it {part[1]}" for n, part in zip(names, parts, strict=True) if part]
+    return f"Op(...) lacks {', and '.join(told)}" if told else ""
 
 
 def _record(module: ModuleType, attribute: str, where: str) -> Op:

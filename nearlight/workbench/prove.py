@@ -73,7 +73,7 @@ def assert_proved(op: str | Op, quick: bool = False, *, device: str = "cpu") -> 
     if not file.is_file():
         raise BadInput(f"no file {file}")
     require_device(device)
-    path = record.beside(source)
+    path = record.beside(source, device)
     sources = record.file_sources(file)  # before the check: what is edited meanwhile is not proved
     if not record.outdated(path, sources, quick, device):
         kept = record.load(path.stem, path.parent) or {}

@@ -71,12 +71,13 @@ def file_of(source: str) -> Path | None:
     return file and file.resolve()
 
 
-def beside(source: str) -> Path:
-    """Return where the record of a user's op lies: beside "my_op.py", by file and name."""
+def beside(source: str, device: str = "cpu") -> Path:
+    """Return where the record of a user's op lies: beside "my_op.py", by file, name and device."""
     file = file_of(source)
     assert file is not None
     attribute = split_name(source)[1] or "OP"
-    return file.parent / ".nearlight" / "proofs" / f"{file.stem}.{attribute}.json"
+    where = "" if device == "cpu" else f".{device.replace(':', '')}"
+    return file.parent / ".nearlight" / "proofs" / f"{file.stem}.{attribute}{where}.json"
 
 
 def file_sources(file: Path) -> dict[str, str]:

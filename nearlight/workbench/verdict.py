@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nearlight.core.cuda import NoEmulator
@@ -17,6 +18,7 @@ from nearlight.workbench.check_report import NOT_APPLICABLE, Row
 from nearlight.workbench.compare import redrawn
 from nearlight.workbench.launches import Launches, launches
 from nearlight.workbench.load import source_of
+from nearlight.workbench.properties.values import PROPERTY as VALUES
 from nearlight.workbench.property import NeedsGpu, NotApplicable, Property, remarked
 from nearlight.workbench.settings import restored
 from nearlight.workbench.trial import Refused, Rejected, Trial
@@ -26,6 +28,7 @@ MAX_SHRINK_STEPS = 16
 # A row that stands on no more cases than these names them.
 MAX_NAMED_CASES = 4
 RAISED = "raised"
+CHOSEN = ", while inputs were chosen"
 ON_A_GPU = "CUDA C++ on CPU tensors needs an emulator: run it on a GPU with --device cuda"
 
 # `(line, reason)`: told before an input is run, with the line that runs it again; with a reason
@@ -43,6 +46,7 @@ class _Verdict:
     num_trials: int
     reason: str
     line: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,14 @@ class _Subject:
         if self.seen.failed is not None:
             refuse_launch(*self.seen.failed)
 
+    def cause(self, trial: Trial, reason: str) -> str:
+        """Return what is wrong: with the values, if they are as wrong on the same input alone."""
+        if self.prop is VALUES:
+            return _kind(reason)
+        alone = replace(trial, layouts={}, step="")
+        wrong = _kind(str(examine(VALUES, self.op, alone, self.device)))
+        return wrong if wrong and (wrong in reason or wrong in _kind(reason)) else reason
+
     def line(self, trial: Trial) -> str:
         """Return one line of Python that shows the failure again."""
         case, default = trial.case, vars(Trial(trial.case))
@@ -100,7 +112,8 @@ def prove_property(
     """Try a property on its trials, smallest first, up to the first that breaks it."""
     start = time.perf_counter()
     with launches() as seen, restored():
-        subject = _Subject(prop, op, device, seen, announce, source_of(op))
+        source = source_of(op).removeprefix(f"{Path.cwd()}/")  # it shall work where it is printed
+        subject = _Subject(prop, op, device, seen, announce, source)
         needs_gpu = False
         try:
             found = _judge(subject, quick)
@@ -113,7 +126,7 @@ def prove_property(
     kernels = sorted({name for name, _ in seen})
     return Row(
         prop.number, prop.name, found.status, found.num_trials, found.reason, found.line,
-        seconds, kernels, needs_gpu,
+        seconds, kernels, needs_gpu, found.cause,
     )  # fmt: skip
 
 
@@ -129,8 +142,8 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
         subject.refuse_bad_source()
         if subject.seen.not_run:
             raise NoEmulator(subject.seen.not_run) from error
-        reason = f"{RAISED} {_describe(error)}, while inputs were chosen"
-        return _Verdict("failed", 0, reason, whole_line)
+        reason = f"{RAISED} {_describe(error)}{CHOSEN}"
+        return _Verdict("failed", 0, reason, whole_line, _kind(reason))
     if not trials:
         return _Verdict(NOT_APPLICABLE, 0, "the cases have no size, layout or value to change")
     listed = [*op.check_cases, *(extreme.case for extreme in op.extremes)]
@@ -147,12 +160,13 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
             if isinstance(outcome, Refused):
                 refusals.append(str(outcome))
             elif trial.case in listed and not trial.layouts:
-                return _Verdict("failed", len(tried), rejection, subject.line(trial))
+                return _Verdict("failed", len(tried), rejection, subject.line(trial), rejection)
             continue
         tried.append(trial.case)
         if outcome:
             smallest, reason = _shrink(subject, trial, outcome)
-            return _Verdict("failed", len(tried), reason, subject.line(smallest))
+            cause = subject.cause(smallest, reason)
+            return _Verdict("failed", len(tried), reason, subject.line(smallest), cause)
     if not tried:
         reason = f"no input could be made: {rejection}"
         return _Verdict("failed", 0, reason, whole_line)
@@ -197,6 +211,18 @@ def examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected
         return f"{RAISED} {_describe(error)}"
 
 
+def _kind(reason: str) -> str:
+    """Return what a reason says without its numbers: which result is wrong, or what was raised."""
+    if reason.startswith(RAISED):  # the line where it was stays
+        return re.sub(r"(?<![:\w])\d[\d.e+-]*", "#", reason.removesuffix(CHOSEN))
+    return re.sub(r"^((?:.*?: )?\D*).*", r"\1", reason, flags=re.DOTALL)
+
+
+def _broken(reason: str) -> str:
+    """Return what a reason says is broken: a result, or the error that was raised."""
+    return re.sub(r"\d+", "#", reason.partition(": ")[0])
+
+
 def _describe(error: BaseException) -> str:
     lines = (said(error).strip() or "no message").splitlines()
     told = next((line.strip() for line in lines if ": error:" in line), lines[0])
@@ -223,9 +249,8 @@ def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
                 steps += 1
                 candidate = trial.resized(**{name: smaller})
                 outcome = subject.examine(candidate)
-                # An error of a size too small is another thing than a wrong value.
-                is_same = str(outcome).startswith(RAISED) == reason.startswith(RAISED)
-                if outcome and is_same and not isinstance(outcome, Rejected):
+                # An error of a size too small, or another result, is another thing.
+                if isinstance(outcome, str) and _broken(outcome) == _broken(reason):
                     trial, reason, is_smaller = candidate, outcome, True
                     subject.announce(subject.line(trial), reason)
                     break

@@ -132,7 +132,7 @@ def test_tools_of_the_wheels_run(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("h100", "sm_90a"), ("RTX 4090", "sm_89"), ("sm90", "sm_90")]
+    ("given", "meant"), [("h100", "sm_90a"), ("RTX 4090", "sm_89"), ("sm90", "sm_90a")]
 )
 def test_an_arch_that_is_none_is_answered_by_the_one_that_is_meant(given, meant):
     with pytest.raises(ValueError, match=f"allowed are sm_75, .*; did you mean `{meant}`"):

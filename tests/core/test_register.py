@@ -4,7 +4,7 @@ from torch.library import opcheck
 
 from nearlight.core.cost import Cost, formula_for
 from nearlight.core.launch import described_launches
-from nearlight.core.register import register_op
+from nearlight.core.register import register_op, replacing
 
 _triple_bwd = register_op(
     "test_triple_bwd(Tensor dout) -> Tensor",
@@ -32,8 +32,9 @@ def test_forward_backward_and_cost():
     (dx,) = torch.autograd.grad(_triple(x).sum(), x)
     assert torch.equal(dx, torch.full((3,), 3.0))
     assert formula_for("nearlight::test_triple")((x,), {}, x).bytes_read == 7
-    opcheck(_triple, (x,))
-    assert torch.Tag.pt2_compliant_tag in _triple.tags
+    op = torch.ops.nearlight.test_triple.default
+    opcheck(op, (x,))
+    assert torch.Tag.pt2_compliant_tag in op.tags
 
 
 def test_a_gradient_of_the_gradient_is_refused_not_lost():
@@ -87,7 +88,7 @@ def test_an_op_of_another_namespace_that_is_defined_again_replaces_the_former():
         (dx,) = torch.autograd.grad(times(x).sum(), x)
         assert torch.equal(dx, torch.full((3,), float(factor)))
         assert formula_for("nearlight_test_namespace::times")((x,), {}, x).bytes_read == factor
-        opcheck(times, (x,))
+        opcheck(torch.ops.nearlight_test_namespace.times.default, (x,))
         assert torch.equal(torch.ops.nearlight_test_namespace.times(x), factor * x)
 
 
@@ -104,6 +105,9 @@ def test_an_op_of_the_same_name_in_another_file_is_refused(tmp_path):
         exec(compile(text, first, "exec"), {})
     with pytest.raises(ValueError, match=rf"same is defined in {first} and again in {second}"):
         exec(compile(text, second, "exec"), {})
+    with replacing():
+        exec(compile(text, second, "exec"), found := {})
+    assert found["op"](torch.ones(2)).tolist() == [1, 1]
 
 
 def test_on_meta_tensors_the_implementation_runs_where_launches_are_described():

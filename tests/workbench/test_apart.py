@@ -68,6 +68,23 @@ def test_an_op_that_ends_its_process_fails_with_its_input(
     assert report.next == row["reproduce"]
 
 
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_what_is_killed_from_outside_is_tried_again_before_it_is_blamed(
+    write_op: WriteOp, tmp_path: Path, number: str
+):
+    kill = f"os.kill(os.getpid(), signal.{number})"
+    first = f"x.shape[0] == 9 and not os.path.exists({str(tmp_path / 'was')!r})"
+    once = f"{first} and (open({str(tmp_path / 'was')!r}, 'x').close(), {kill})"
+    said: list[str] = []
+    report = check_apart(str(write_op(body=once)), only=["values"], progress=said.append)
+    assert report.proof is not None and report.proof.passed
+    assert said[0].endswith(f"values: was killed by {number}, a second attempt")
+    (row,) = check_apart(str(write_op(body=f"x.shape[0] == 9 and {kill}")), only=["values"]).rows
+    told = f"was killed by {number} in two attempts; that is sent from outside: out of memory?"
+    assert (row["status"], row["reason"]) == ("failed", told)
+    assert "'values', {'rows': 9, " in row["reproduce"]
+
+
 @pytest.mark.parametrize("body", ["while True: pass", "time.sleep(60)"])
 def test_an_op_that_hangs_fails_with_its_input(write_op: WriteOp, body: str):
     report = check_apart(str(write_op(body=body)), only=["values"], trial_seconds=3.0)

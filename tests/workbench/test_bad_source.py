@@ -94,6 +94,24 @@ def test_a_triton_launch_that_does_not_fit(write_op: WriteOp, right: str, wrong:
     assert text.startswith("twice.py:") and fits_not in text and message in text
 
 
+def test_each_message_of_a_compiler_stands_once_with_its_line_and_a_caret(write_op: WriteOp):
+    """Of the innermost function, wherever its file begins."""
+    helper = "@jit\ndef inner(x):\n    '³'; return x + tree\n\n@jit\ndef copy"
+    top = TRITON.replace("@jit\ndef copy", helper).replace("tl.load(", "inner(tl.load)(")
+    top = top.replace("inner(tl.load)(x_ptr + n, n < 3)", "inner(tl.load(x_ptr + n, n < 3))")
+    file = write_op(top=top, body=LAUNCH)
+    shown = f"{place(file, 'return x + tree')}: NameError('tree is not defined')"
+    assert complaint(file) == f"{shown}\n  '³'; return x + tree\n{' ' * 18}^"
+    device_file = write_op(name="once", top=CUDA, body=CU_LAUNCH).with_name("copy.cu")
+    device_file.write_text(CU.replace("x[0];", "z[0];"), encoding="utf-8")
+    assert complaint(file.with_name("once.py")).splitlines() == [
+        "copy.cu does not compile for sm_75:",
+        f'{device_file}(2): error: identifier "z" is undefined',
+        "    y[0] = z[0];",
+        "           ^",
+    ]
+
+
 def test_a_number_where_a_pointer_belongs_does_not_compile(write_op: WriteOp):
     file = write_op(top=TRITON, body=LAUNCH.replace("x.detach()", "3"))
     assert complaint(file).startswith(f"{place(file, 'tl.store')}: ValueError: Unsupported ptr")

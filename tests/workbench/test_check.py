@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nearlight.core.errors import MissingPart
+from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.op import Case
 from nearlight.core.versions import versions
 from nearlight.workbench.check import (
@@ -65,6 +65,43 @@ def test_a_failure_comes_with_its_smallest_input_as_one_line_that_runs():
     )
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1].startswith("AssertionError: gradient of x")
+
+
+def test_one_mistake_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    """A property that breaks where the values are as wrong has their cause; another has its own."""
+    names = ["values", "layouts", "shapes", "lifecycle", "extremes", "poison"]
+    rows = check(load_op(f"{TWINS}:WRONG_FACTOR"), only=names).rows
+    told = {row["property"]: row.get("same_as") for row in rows if row["status"] == "failed"}
+    assert told == {"values": None, **dict.fromkeys(names[1:], "values")}
+    wrong = twin("")
+    function = wrong.function
+
+    def late(x, weight, backend="auto"):
+        if not x.is_contiguous():
+            raise OSError("no disk")
+        return function(x, weight, backend=backend) + (x.shape[0] > 100)
+
+    rows = check(dataclasses.replace(wrong, function=late), only=["values", "layouts"]).rows
+    assert [row["status"] for row in rows] == ["failed"] * 2
+    assert "same_as" not in rows[1] and "OSError: no disk" in rows[1]["reason"]
+
+
+def test_a_line_names_a_file_below_the_working_folder_by_its_way_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "ops"
+    folder.mkdir()
+    text = TWINS.read_text(encoding="utf-8").replace("twins::", "twins_below::")
+    text = text.replace("torch.ops.twins.", "torch.ops.twins_below.")
+    (folder / "mine.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (row,) = check(load_op("ops/mine.py:WRONG_FACTOR"), only=["values"]).rows
+    assert "reproduce('ops/mine.py:WRONG_FACTOR', " in row["reproduce"]
+    with pytest.raises(AssertionError, match="gradient of x"):
+        exec(row["reproduce"], {})
+    monkeypatch.chdir(folder)
+    with pytest.raises(BadInput, match=rf"no file ops/mine\.py in {folder}"):
+        exec(row["reproduce"], {})
 
 
 def test_reproduce_says_when_an_input_holds(capsys: pytest.CaptureFixture[str]):

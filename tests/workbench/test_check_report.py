@@ -36,6 +36,17 @@ def test_the_answer_counts_what_holds_and_what_needs_a_gpu(rows, answer, passed)
     assert bool(broken(report)) is not passed
 
 
+def test_each_cause_is_told_once_and_what_has_it_names_the_first():
+    causes = ("values", "output"), ("layouts", "output"), ("poison", "past"), ("size", "")
+    rows = [replace(FAILED, property=name, cause=cause) for name, cause in causes]
+    report = as_report(HEADER, [PASSED, *rows])
+    assert [row.get("same_as") for row in report.rows] == [None, None, "values", None, None]
+    assert report.rows[2]["reproduce"] == "reproduce(1)"  # the report keeps it, the text does not
+    values, layouts, poison, size = broken(report)
+    assert layouts == "layouts: as values"
+    assert [line.count("reproduce(1)") for line in (values, poison, size)] == [1, 1, 1]
+
+
 def test_a_proof_without_values_is_incomplete():
     report = as_report(HEADER, [replace(GPU, property="values"), replace(PASSED, property="size")])
     assert report.proof is not None and report.proof.passed and report.proof.is_partial

@@ -57,7 +57,7 @@ def test_what_only_a_gpu_shows_is_never_passed_without_one(defect):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["scale.py", "softmax.py", "pack.py", "center.py"])
+@pytest.mark.parametrize("file", ["scale.py", "softmax.py", "norm.py", "pack.py", "center.py"])
 def test_the_sound_twin_has_every_property(file):
     report = check(load_op(str(TABLE["FOLDER"] / file)))
     assert report.proof is not None and report.proof.passed, report.rows

@@ -1,9 +1,10 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from nearlight.core.errors import BadInput
-from nearlight.workbench.inspect import inspect
+from nearlight.workbench.inspect import ARCHS, inspect
 
 HERE = Path(__file__).parent
 CU = str(HERE / "kernels" / "inspected.cu")
@@ -50,6 +51,7 @@ def test_occupancy_is_of_the_block_that_is_known():
     assert (given["num_threads"], given["blocks_per_sm"], given["limited_by"]) == (32, 32, "blocks")
     unknown = inspect(f"{CU}:sum", ["sm_90"])
     assert "occupancy" not in unknown.rows[0] and unknown.next.endswith("--block 256")
+    assert unknown.setup.endswith("for the occupancy say what it is launched with: --block 256")
 
 
 def test_occupancy_is_not_told_where_the_launch_sizes_the_shared_memory(tmp_path):
@@ -65,7 +67,9 @@ def test_occupancy_is_not_told_where_the_launch_sizes_the_shared_memory(tmp_path
     """)
     report = inspect(str(file), ["sm_90"])
     assert [row.get("limited_by") for row in report.rows] == ["nothing", None]
-    assert report.next.endswith("--block 256 --shared BYTES")
+    assert report.next == f"for the occupancy: nearlight inspect {file} --shared 16384"
+    assert "limited_by" in inspect(str(file), ["sm_90"], shared=16384).rows[1]
+    assert inspect(f"{CU}:sum", ["sm_90"], shared=64).next.endswith(":sum --shared 64 --block 256")
     (row,) = inspect(f"{file}:with", ["sm_90"], shared=100 * 1024).rows
     assert (row["shared_bytes"], row["blocks_per_sm"]) == (100 * 1024, 2)
     assert row["limited_by"] == "shared memory"
@@ -109,10 +113,16 @@ def test_an_op_without_kernels_for_an_arch_says_so_beside_the_others(monkeypatch
         inspect(f"{HERE / 'twins.py'}:UNKNOWN_FAMILY", ["sm_80"])
 
 
-@pytest.mark.parametrize("archs", [["sm_91"], ["sm_80", ""], ["hopper"], ["h100"]])
+@pytest.mark.parametrize("archs", [["sm_91"], ["sm_80", ""], ["hopper"], ["h300"]])
 def test_an_unknown_arch_is_refused(archs):
-    with pytest.raises(BadInput, match="allowed are sm_75, sm_80"):
+    with pytest.raises(BadInput, match="allowed are sm_75, sm_80") as error:
         inspect(CU, archs)
+    assert set(ARCHS) <= set(re.findall(r"sm_\d+a?", str(error.value)))
+
+
+def test_an_arch_may_be_named_by_a_gpu():
+    found = [row["arch"] for row in inspect(f"{CU}:sum", ["h200", "sm_90", "RTX 4090"]).rows]
+    assert found == ["sm_90a", "sm_89"]
 
 
 def test_what_does_not_compile_shows_the_compilers_lines(tmp_path):

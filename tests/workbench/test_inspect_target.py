@@ -1,7 +1,9 @@
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import triton.language as tl
 
 from nearlight.core import cuda
 from nearlight.core.errors import BadInput
@@ -124,27 +126,142 @@ def test_types_come_from_annotations_and_options():
     assert build.kernel.__name__ == "_tuned_kernel"
 
 
-def test_what_is_missing_stands_in_the_message_to_be_pasted():
-    with pytest.raises(BadInput, match="a_ptr, c_ptr, PRECISION, BLOCK are") as error:
-        find(f"{PY}:_product_kernel", Options())
-    assert "--types 'a_ptr=*bf16,c_ptr=*bf16' --constants 'PRECISION=128,BLOCK=128'" in str(
-        error.value
-    )
-    assert len(find(f"{PY}:_product_kernel", PRODUCT).builds("sm_80")) == 1
+def advised(target):
+    """Return what the refusal of a target says to add, as a shell reads it."""
+    with pytest.raises(BadInput, match="nothing says what .* Correct and give: ") as error:
+        builds(target)
+    pasted = shlex.split(str(error.value).partition("give: ")[2])
+    return {name.strip("-"): text for name, text in zip(pasted[::2], pasted[1::2], strict=True)}
 
 
-def test_a_guess_is_a_pointer_where_an_address_begins_with_it(tmp_path):
+GUESSED = """
+import triton
+import triton.language as tl
+DTYPE = tl.float16
+
+@triton.jit
+def twice(x):
+    return 2 * x
+
+@triton.jit
+def f(x, bias, out, n, eps, x_stride_m, x_stride_n, stride_om, stride_on, stride_bias,
+      ACC: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, SIZES: tl.constexpr):
+    m, k = tl.arange(0, SIZES)[:, None], tl.arange(0, SIZES)[None, :]
+    row = x + m * x_stride_m
+    y = tl.zeros((SIZES, SIZES), ACC) + eps
+    y += tl.load(row + k * x_stride_n, k < n)
+    if HAS_BIAS:
+        y += tl.load(bias + k * stride_bias)
+    if KIND == "relu":
+        y = tl.maximum(y, 0.0)
+    else:
+        tl.static_assert(False)
+    tl.store(out + m * stride_om + k * stride_on, y)
+
+@triton.jit
+def general(x_ptr, n, SIZE: tl.constexpr, DO: tl.constexpr, AS: tl.constexpr):
+    offsets = tl.arange(0, SIZE[0] * SIZE[1])
+    x = tl.load(x_ptr + offsets, offsets < n)
+    tl.store(x_ptr + offsets, DO(x).to(AS), offsets < n)
+"""
+
+
+@pytest.fixture
+def guessed(tmp_path):
     file = tmp_path / "k.py"
-    file.write_text(
-        "import triton\nimport triton.language as tl\n"
-        "@triton.jit\ndef f(x, bias, out, n, x_stride):\n"
-        "    offsets = n + tl.arange(0, 16)\n"
-        "    row = x + offsets * x_stride\n"
-        "    tl.store(out + offsets, tl.load(row + 1) + tl.load(bias))\n"
-    )
-    with pytest.raises(BadInput, match="Correct") as error:
-        find(f"{file}:f", Options())
-    assert str(error.value).endswith("'x=*bf16,bias=*bf16,out=*bf16,n=i32,x_stride=i64'")
+    file.write_text(GUESSED)
+    return file
+
+
+def test_what_is_missing_stands_in_the_message_and_works_when_pasted(guessed):
+    assert advised(f"{PY}:_product_kernel") == {
+        "types": "a_ptr=*bf16,c_ptr=*bf16",
+        "constants": 'PRECISION="ieee",BLOCK=64',
+    }
+    options = advised(f"{guessed}:f")
+    assert options == {
+        "types": "x=*bf16,bias=*bf16,out=*bf16,n=i32,eps=fp32,x_stride_m=i32,x_stride_n=1,"
+        "stride_om=i32,stride_on=1,stride_bias=i32",
+        "constants": 'ACC=fp32,KIND="relu",HAS_BIAS=True,SIZES=64',
+    }
+    (row,) = inspect(f"{guessed}:f", ["sm_90"], **options).rows
+    assert row["registers"] > 0
+    (build,) = builds(f"{guessed}:f", **options)
+    assert build.constants["ACC"] == tl.float32 and build.constants["x_stride_n"] == 1
+
+
+def test_what_was_given_stands_in_the_advice_and_none_is_given_that_does_not_compile(guessed):
+    with pytest.raises(BadInput) as error:
+        builds(f"{guessed}:f", types="n=i64", constants="KIND='relu',num_warps=8")
+    assert "--types 'n=i64,x=*bf16" in str(error.value)
+    assert "num_warps=8,ACC=fp32" in str(error.value)
+    with pytest.raises(BadInput, match="Give --types NAME=.* for x_ptr, n, --constants") as error:
+        builds(f"{guessed}:general")
+    assert str(error.value).endswith("--constants NAME=VALUE for SIZE, DO, AS")
+
+
+def test_a_constant_is_what_triton_takes_and_a_number_is_typed_as_a_launch_types_it(guessed):
+    constants = "SIZE=(4, 16),DO=twice,AS=DTYPE,enable_fp_fusion=False"
+    (build,) = builds(f"{guessed}:general", types="x_ptr=*bf16,n=4096", constants=constants)
+    assert build.signature == {"x_ptr": "*bf16", "n": "i32:16"} and not build.enable_fp_fusion
+    (row,) = inspect(
+        f"{guessed}:general", ["sm_90"], types="x_ptr=*bf16,n=4096", constants=constants
+    ).rows
+    assert row["registers"] > 0
+    for text, kind in (("5", "i32"), (str(2**40), "i64:16"), ("1.5", "fp32"), ("True", "i1")):
+        (build,) = builds(f"{PY}:_copy_kernel", types=f"n={text}")
+        assert build.signature["n"] == kind
+    tensor = "tensordesc<bf16[64, 64]>"
+    (build,) = builds(f"{guessed}:general", types=f"n=5,x_ptr={tensor}", constants=constants)
+    assert build.signature == {"n": "i32", "x_ptr": tensor}
+    for text in ("fp32", "tl.float32", "float32", "torch.float32"):
+        (build,) = builds(f"{PY}:_copy_kernel", constants=f"BLOCK={text}")
+        assert build.constants["BLOCK"] == tl.float32
+    for text, dtype in (("u16", tl.uint16), ("bool", tl.int1), ("i8", tl.int8)):
+        (build,) = builds(f"{PY}:_copy_kernel", constants=f"BLOCK={text}")
+        assert build.constants["BLOCK"] == dtype
+
+
+RECORDED = """
+import sys; sys.path.insert(0, {here!r})
+from dataclasses import replace
+from pathlib import Path
+import twins, inspected
+from nearlight.core.cuda import Kernel
+from nearlight.core.op import KernelBuild
+copy = inspected._copy_kernel
+cu = Kernel(Path({cu!r}), "copy<float>")
+def builds(arch):
+    if arch == "sm_75":
+        raise ValueError("needs sm_80")
+    bf16 = {{"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32:16"}}
+    fp32 = {{**bf16, "x_ptr": "*fp32"}}
+    return [KernelBuild(copy, bf16, {{"BLOCK": 512}}, num_warps=2),
+            KernelBuild(copy, fp32, {{"BLOCK": 256}}), KernelBuild(cu, {{}}, {{}}, num_threads=256)]
+OP = replace(twins.OP, builds=builds)
+AGAIN = replace(twins.OP, builds=builds)
+REFUSES = twins.REFUSES_ARCH
+"""
+
+
+def test_a_kernel_is_built_as_the_records_of_its_file_say(tmp_path):
+    file = tmp_path / "op.py"
+    file.write_text(RECORDED.format(here=str(HERE), cu=str(CU)))
+    first, second = builds(f"{file}:copy")
+    assert (first.num_warps, first.constants, first.signature["n"]) == (2, {"BLOCK": 512}, "i32:16")
+    assert second.signature["x_ptr"] == "*fp32" and first == builds(f"{file}:_copy_kernel")[0]
+    first, second = builds(f"{file}:copy", types="n=i64", constants="BLOCK=64,num_warps=8")
+    assert first.signature == {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i64"}
+    assert first.constants == second.constants == {"BLOCK": 64} and second.num_warps == 8
+    (build,) = builds(f"{file}:cu")
+    assert build.num_threads == 256 and builds(f"{file}:copy<float>") == [build]
+    with pytest.raises(BadInput, match="are for a Triton kernel"):
+        builds(f"{file}:cu", constants="BLOCK=64")
+    with pytest.raises(BadInput, match="no kernel or Op record called cpy; name one of .*copy"):
+        find(f"{file}:cpy", Options()).builds("sm_90a")
+    with pytest.raises(ValueError, match="needs sm_80"):
+        find(f"{file}:copy", Options()).builds("sm_75")
+    assert {build.name for build in builds("swiglu:_gated_fwd_kernel")} == {"_gated_fwd_kernel"}
 
 
 @pytest.mark.parametrize(

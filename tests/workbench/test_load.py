@@ -69,7 +69,14 @@ def test_a_record_without_a_reference_is_bad_input(tmp_path: Path, write_op):
     with pytest.raises(BadInput, match="OP has reference=None; give it a function"):
         load_op(str(file))
     file.write_text(text.replace("reference=reference,", ""), encoding="utf-8")
-    with pytest.raises(BadInput, match=r"twice\.py:\d+: TypeError: .*'reference'"):
+    with pytest.raises(BadInput, match=r"twice\.py:24: Op\(.* lacks reference: .*plain torch"):
+        load_op(str(file))
+    file.write_text(text.replace("def reference", "def referense"), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"twice\.py:27: Op\(.* lacks reference: .*plain torch"):
+        load_op(str(file))
+    text = text.replace("reference=reference,", "").replace("make_inputs=make_inputs,", "")
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(BadInput, match=r"lacks reference: .*, and make_inputs: .*seeded random"):
         load_op(str(file))
     with pytest.raises(BadInput, match=r"named by the Python file that launches axpy\.cu"):
         load_op("axpy.cu")

@@ -118,6 +118,9 @@ def test_sources_hold_what_is_imported_from_the_users_own_packages(
 def test_a_users_record_holds_for_its_versions_and_only_if_it_can_be_read(tmp_path: Path):
     path = record.beside(str(tmp_path / "my_op.py:MINE"))
     assert path == tmp_path.resolve() / ".nearlight" / "proofs" / "my_op.MINE.json"
+    assert {path, record.beside(str(tmp_path / "my_op.py:MINE"), "cuda:1")} == {
+        path, path.with_name("my_op.MINE.cuda1.json"),
+    }  # fmt: skip
     rows = [{"property": prop.name, "status": "passed"} for prop in PROPERTIES]
     good = {"schema": record.SCHEMA, "passed": True, "properties": rows, "sources": {"a": "1"}}
     good |= {"device": "cpu", "versions": versions()}

@@ -98,6 +98,21 @@ def test_the_smallest_input_fails_in_the_same_way(rows: int, smallest: int, reas
     assert f"{{'rows': {smallest}, 'columns': 1}}" in row.reproduce
 
 
+def test_a_smaller_input_breaks_the_same_result():
+    """And not one that small sizes alone break."""
+    reasons = ["output: 3", "output 1: 3", "gradient of x: no", "gradient of x: 7", "output: 5"]
+    case = Case("", {"rows": len(reasons)}, torch.float32)
+    found = Property(
+        4, "size", "", lambda *_: [Trial(case)],
+        lambda op, trial, device: reasons[trial.case.shape["rows"] - 1],
+    )  # fmt: skip
+    row = prove_property(found, OP, False, "cpu")
+    assert row.reason == "output: 3" and "{'rows': 1}" in row.reproduce
+    reasons[0] = "gradient of x: 3"
+    row = prove_property(found, OP, False, "cpu")
+    assert row.reason == "output: 5" and "{'rows': 5}" in row.reproduce
+
+
 @pytest.fixture
 def cuda_op(tmp_path: Path):
     """The twin with its Triton launch replaced by one in CUDA C++."""

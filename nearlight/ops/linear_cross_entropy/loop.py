@@ -167,6 +167,8 @@ def _chunks(
     weight_sum = WeightSum(grad_weight, steps) if needs_weight else None
     class_weight_sum = None if class_weight is None else class_weight.sum()
     buffer = x.new_empty(steps.rows, row_pitch(vocab))
+    if vocab % 16:  # the kernel reads whole vectors, and uses nothing beyond the vocabulary
+        buffer[:, vocab : -(-vocab // 16) * 16] = 0
     for start in range(0, rows, steps.rows):
         chunk = slice(start, min(start + steps.rows, rows))
         logits = buffer[: chunk.stop - start, :vocab]

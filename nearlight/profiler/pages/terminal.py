@@ -19,7 +19,7 @@ TOP_OPS = 8
 WORTH_A_REMARK = 0.005
 # A cell of more characters may be broken into lines.
 MAX_UNBROKEN = 26
-_UNDRAWN = ("reproduce", "needs_gpu")
+_UNDRAWN = ("reproduce", "needs_gpu", "same_as")
 _SHORT = {"number": "#", "num_trials": "trials"}
 
 
@@ -50,10 +50,13 @@ def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
             _finding(console, number, finding, of_step=report.before is not None)
     if report.rows and report.verb not in ("predict", "inspect"):
         is_bench = report.verb == "bench" and "implementation" in report.rows[0]
-        console.print(_rows(ratios.by_case(report.rows) if is_bench else report.rows))
-        for row in report.rows:
-            if row.get("reproduce"):
-                console.print(escape(str(row["reproduce"])), soft_wrap=True, highlight=False)
+        rows = ratios.by_case(report.rows) if is_bench else report.rows
+        console.print(_rows([_referred(row) for row in rows]))
+        # One line for each cause; the first is the next step.
+        lines = [row.get("reproduce", "") for row in rows if "same_as" not in row]
+        for line in lines:
+            if line not in ("", report.next):
+                console.print(escape(line), soft_wrap=True, highlight=False)
     if report.proof:
         console.print()
         _proof(console, report.proof)
@@ -202,6 +205,11 @@ def _proof(console: Console, proof: Proof) -> None:
         if not row["passed"]:
             line = f"[red]{escape(str(row['name']))}[/red]: {escape(row['reason'])}"
             console.print(Padding(line, (0, 0, 0, 3), expand=False), highlight=False)
+
+
+def _referred(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row that has the cause of another with the name of that one as its reason."""
+    return {**row, "reason": f"as {row['same_as']}"} if "same_as" in row else row
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -32,6 +32,7 @@ from nearlight.workbench.trial import (
     UPSTREAM,
     Rejected,
     Trial,
+    Upstream,
     differentiable,
     held_to,
     kernels,
@@ -189,8 +190,10 @@ def _last_rows_differ(op: Op, trial: Trial, device: str) -> str:
     """Run the whole input, and hold its last rows to the reference of those rows alone."""
     inputs = make_inputs(op, trial, device)
     num_rows = next(iter(tensors(inputs).values())).shape[0]
-    with kernels(), torch.no_grad():
-        upstream = make_upstream(run(op.function, inputs, None).outputs, trial)
+    upstream: Upstream = []
+    if differentiable(inputs):  # an upstream gradient takes as much memory as the outputs
+        with kernels(), torch.no_grad():
+            upstream = make_upstream(run(op.function, inputs, None).outputs, trial)
     with kernels(), torch.enable_grad():
         whole = run(op.function, inputs, upstream)
     tail = _last_rows(inputs, num_rows)

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import torch
 
+from nearlight.core import backend
 from nearlight.core.numerics import judge
+from nearlight.ops import linear_cross_entropy
+from nearlight.ops.linear_cross_entropy import loop
 from nearlight.ops.linear_cross_entropy.chunks import Plan
 from nearlight.ops.linear_cross_entropy.loop import WeightSum, row_weights
 
@@ -42,3 +45,24 @@ def test_row_weights_divide_by_what_counts():
     for labels in (torch.full((3,), -100), torch.empty(0, dtype=torch.int64)):
         weights = row_weights(labels, torch.float32, -100, None, None, None, "mean")
         assert (weights == 0).all()
+
+
+def test_the_kernel_reads_no_memory_that_nothing_wrote(monkeypatch):
+    # It reads whole vectors of 16 columns, of which the last may reach beyond the vocabulary.
+    read = []
+
+    def spy(logits, *args, **options):
+        whole = -(-logits.shape[1] // 16) * 16
+        read.append(logits.as_strided((logits.shape[0], whole), logits.stride()).clone())
+        return loop_kernel(logits, *args, **options)
+
+    loop_kernel = loop.cross_entropy_
+    monkeypatch.setattr(loop, "cross_entropy_", spy)
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *shape: x.new_full((*shape,), torch.nan)
+    )
+    x, weight = torch.ones(3, 4), torch.ones(21, 4)
+    with backend.force("triton"):
+        linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64))
+    assert [tuple(each.shape) for each in read] == [(3, 32)]
+    assert all(each.isfinite().all() for each in read)

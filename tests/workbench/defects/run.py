@@ -51,6 +51,7 @@ def _named(defect: Defect) -> dict[str, Any]:
         "language": defect.language,
         "property": defect.property,
         "expected": defect.words,
+        **({"blind": True} if defect.blind else {}),
     }
 
 
@@ -82,9 +83,12 @@ def main() -> int:
                 flush=True,
             )
     num_caught = sum(row["caught"] for row in rows)
+    answer = f"{num_caught} of {len(rows)} planted defects are named, their sound twins pass"
+    if blind := [row["caught"] for row in rows if "blind" in row]:
+        answer += f"; of those like the ones planted blind {sum(blind)} of {len(blind)}"
     report = Report(
         verb="check",
-        answer=f"{num_caught} of {len(rows)} planted defects are named, their sound twins pass",
+        answer=answer,
         target="planted defects",
         gpu=gpu.key if gpu else "",
         versions=versions(on_gpu=gpu is not None),

@@ -20,6 +20,8 @@ class Defect:
         words: what its reason must say.
         needs_gpu: whether only a GPU shows it; else it is found without one.
         num_gpus: how many it takes.
+        blind: whether somebody planted such a fault without having read `check`; only the two that
+            were missed then are described, so that the others are new ones of those ops.
     """
 
     fault: str
@@ -29,6 +31,7 @@ class Defect:
     words: str
     needs_gpu: bool = False
     num_gpus: int = 1
+    blind: bool = False
 
     @property
     def language(self) -> str:
@@ -115,7 +118,26 @@ _CUDA = (
     ("backward wrong by a factor", "WRONG_FACTOR", "values", "1.01 times what is right"),
     ("wrong stream", "WRONG_STREAM", "torch", "stream: "),
 )
+_BLIND = (
+    (
+        "softmax of a row with no key",
+        "softmax.py",
+        "EVEN_WITHOUT_A_KEY",
+        "extremes",
+        "output: ",
+    ),
+    ("softmax without its maximum", "softmax.py", "NO_MAXIMUM", "values", "output: "),
+    ("columns past the end in the sum", "softmax.py", "TAIL_IN_THE_SUM", "values", "output: "),
+    ("gradient without its sum", "softmax.py", "WITHOUT_ITS_SUM", "values", "gradient of x: "),
+    ("mask taken as contiguous", "softmax.py", "MASK_CONTIGUOUS", "layouts", "mask transposed: "),
+    ("epsilon outside the root", "norm.py", "EPSILON_OUTSIDE", "extremes", "gradient of x: "),
+    ("mean over the whole tile", "norm.py", "MEAN_OF_THE_TILE", "values", "output: "),
+    ("root held constant", "norm.py", "ROOT_CONSTANT", "values", "gradient of x: "),
+    ("weights of eight rows alone", "norm.py", "EIGHT_ROWS", "values", "gradient of weight: "),
+    ("empty rows that raise", "norm.py", "NO_COLUMNS", "extremes", "ZeroDivisionError"),
+)
 DEFECTS = (
+    *(Defect(*blind, blind=True) for blind in _BLIND),
     *(Defect(fault, "scale.py", *rest) for fault, *rest in _TRITON),
     Defect("returned alias", "pack.py", "RETURNED_ALIAS", "torch", "returns an alias"),
     Defect("NaN from a fully masked row", "softmax.py", "MASKED_ROW", "extremes", "not finite"),

@@ -217,3 +217,12 @@ def test_a_call_may_draw_random_numbers_and_set_things_for_itself(plain_op, fail
         return x * x
 
     assert failures(plain_op(sound, lambda x: x * x), "lifecycle") == {}
+
+
+def test_what_plain_torch_cannot_add_up_is_no_fault_of_an_op(plain_op):
+    def double(x):
+        return (2 * x.float()).to(x.dtype)
+
+    (row,) = check(plain_op(double, dtype=torch.float8_e4m3fn), only=["lifecycle"]).rows
+    assert row["status"] == "passed", row
+    assert "no gradients were added up, as plain PyTorch cannot: " in row["reason"]

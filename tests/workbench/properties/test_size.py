@@ -17,7 +17,7 @@ from nearlight.core.op import Case, KernelBuild, Op
 from nearlight.core.triton import jit
 from nearlight.workbench.check import check
 from nearlight.workbench.properties import size
-from nearlight.workbench.trial import Rejected
+from nearlight.workbench.trial import Rejected, Trial
 
 CUDA = Path(__file__).parents[1] / "kernels" / "offsets.cu"
 BLOCK = 8
@@ -183,3 +183,18 @@ def test_a_kernel_on_any_number_of_elements_is_scanned_as_for_many(is_wide):
     reason = size._scan(op(builds=lambda arch: [build]))
     assert reason.startswith("" if is_wide else "_flat_kernel at test_size.py:")
     assert bool(reason) != is_wide
+
+
+def test_without_gradients_a_large_case_runs_once(monkeypatch: pytest.MonkeyPatch):
+    # An upstream gradient would take as much memory as the outputs of a case that fills the GPU.
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return 2 * x
+
+    monkeypatch.setattr(size, "make_upstream", lambda *_: pytest.fail("nothing needs it"))
+    doubles = op(function=double, make_inputs=lambda *_: {"x": torch.ones(20, 3)})
+    trial = Trial(Case("20x3", {"rows": 20, "N": 3}))
+    assert size._last_rows_differ(doubles, trial, "cpu") == ""
+    assert calls == [(20, 3)]
