@@ -46,7 +46,10 @@ class RowConfig:
 
 
 def forward_config(
-    shape: tuple[int, int], gpu: Gpu | None, elements_per_thread: int = 32
+    shape: tuple[int, int],
+    gpu: Gpu | None,
+    elements_per_thread: int = 32,
+    wide_block: int = MAX_BLOCK // 2,
 ) -> RowConfig:
     """Choose the launch of a pass that reads (rows, N) and writes as much.
 
@@ -57,11 +60,12 @@ def forward_config(
         gpu: None for the interpreter, where a program costs the same whatever its tile.
         elements_per_thread: by default four 16-byte loads of bf16 in flight before the first use;
             with more, fewer warps wait at the barriers of sums that follow one another.
+        wide_block: columns of a tile where a row is too wide for one.
     """
     rows, width = shape
     if width > MAX_BLOCK:
         # Few large programs: of the rows in flight more stays in L2 for the second read.
-        return RowConfig(1, MAX_BLOCK // 2 if gpu else MAX_BLOCK, 32 if gpu else 4, 1, rows)
+        return RowConfig(1, wide_block if gpu else MAX_BLOCK, 32 if gpu else 4, 1, rows)
     block_n = triton.next_power_of_2(width)
     block_m = _block_m(rows, block_n, gpu, FORWARD_TILE)
     num_warps = min(32, max(1, block_m * block_n // (32 * elements_per_thread)))
@@ -87,20 +91,27 @@ def backward_config(
         num_upstream: how many upstream gradients it reads beside the rows.
     """
     rows, width = shape
-    is_wide = width > MAX_BLOCK // num_sums
+    # Registers hold less of a row the more stands beside it, and of fp32 rows less again.
+    pressure = max(num_sums, num_upstream)
+    if min(num_sums, num_upstream) > 1 and dtype.itemsize >= 4:
+        pressure *= 2
+    widest = MAX_BLOCK // pressure
+    is_wide = width > widest
     block_n = 2048 if is_wide else triton.next_power_of_2(width)
     if gpu is None:
-        block_n = MAX_BLOCK // num_sums if is_wide else block_n
+        block_n = widest if is_wide else block_n
         # NumPy adds the rows of a tile one after the other: more of them lose digits of the sum.
         block_m = min(64, 2**18 // block_n, triton.next_power_of_2(rows))
         tiles = triton.cdiv(rows, block_m)
         return RowConfig(block_m, block_n, 4, 1, min(tiles, max(2, isqrt(32 * tiles))))
     block_m = 1 if is_wide else _block_m(rows, block_n, gpu, BACKWARD_TILE)
-    num_warps = min(32, max(1, block_m * block_n // 512))
+    per_thread = 16 if num_upstream == 1 or width <= MAX_HELD_BLOCK // pressure else 8
+    num_warps = min(32, max(1, block_m * block_n // (32 * per_thread)))
     num_stages = 1
     if block_n <= MAX_HELD_BLOCK:  # beyond, the pipeline would carry the parameters, too
         stage_bytes = _stage_bytes(block_m, block_n, dtype, num_upstream)
-        num_stages += min(2, (gpu.shared_bytes_per_block - 4096) // stage_bytes)
+        deepest = 1 if is_wide and pressure > 2 else 2  # a stage's addresses take registers, too
+        num_stages += min(deepest, (gpu.shared_bytes_per_block - 4096) // stage_bytes)
     warps_per_sm = WIDE_WARPS if is_wide else HELD_WARPS
     tile = RowConfig(block_m, block_n, num_warps, num_stages, 0)
     return _with_programs(tile, shape, dtype, gpu, warps_per_sm)

@@ -128,28 +128,68 @@ def column_sums(
     )
 
 
+@jit
+def add_residual(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
+    x, residual_ptr, sum_ptr, row, cols, stride_residual, N: tl.constexpr, mask, ACC: tl.constexpr
+):
+    """Return x plus the residual, rounded as it is stored in the sum."""
+    total = x + tl.load(residual_ptr + row * stride_residual + cols, mask, other=0.0).to(ACC)
+    total = total.to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + row * N + cols, total, mask)
+    return total.to(ACC)
+
+
+@jit
+def store_dx(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
+    dx,
+    dx_ptr,
+    dsum_ptr,
+    dresidual_ptr,
+    rows,
+    cols,
+    stride_dsum,
+    N: tl.constexpr,
+    mask,
+    ACC: tl.constexpr,
+):
+    """Add the gradient of the sum, where there is one, and store in the dtypes asked for."""
+    if dsum_ptr is not None:
+        dsum_at = rows[:, None] * stride_dsum + cols[None, :]
+        dx += tl.load(dsum_ptr + dsum_at, mask, other=0.0).to(ACC)
+    tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx, mask)
+    if dresidual_ptr is not None:
+        tl.store(dresidual_ptr + rows[:, None] * N + cols[None, :], dx, mask)
+
+
 def row_forward(
     kernels: tuple[Any, Any],
     chosen: RowConfig,
     x: torch.Tensor,
     parameters: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
+    residual: torch.Tensor | None = None,
+    summed: torch.Tensor | None = None,
     **constants: Any,
 ) -> None:
     """Launch the forward pass of a row-wise op.
 
     Args:
         kernels: for rows that fit into a tile, and for wider ones. Arguments: x, parameters,
-            outputs, the row stride of x; number of rows for the first.
+            outputs, residual and sum, the row strides of x and residual; number of rows for the
+            first.
         chosen: the launch.
         x: (..., N), not empty.
         parameters: (N,) each, or None.
         outputs: contiguous; y and what the backward needs of each row.
+        residual: (..., N) added to x before all else, or None.
+        summed: (..., N), contiguous, receives that sum.
         constants: compile-time constants beyond N, ACC and the tile's.
     """
     x_rows = as_rows(x)
     rows, width = x_rows.shape
-    tensors = (x_rows, *map(_contiguous, parameters), *outputs, x_rows.stride(0))
+    residual_rows = None if residual is None else as_rows(residual)
+    strides = x_rows.stride(0), None if residual_rows is None else residual_rows.stride(0)
+    tensors = x_rows, *map(_contiguous, parameters), *outputs, residual_rows, summed, *strides
     constants |= {"N": width, "ACC": triton_accumulator(x.dtype), "BLOCK_N": chosen.block_n}
     constants["num_warps"] = chosen.num_warps
     if chosen.block_n < width:
@@ -167,6 +207,8 @@ def row_backward(
     statistics: Sequence[torch.Tensor],
     dx: torch.Tensor | None,
     sums: Sequence[torch.Tensor | None],
+    dsummed: torch.Tensor | None = None,
+    dresidual: torch.Tensor | None = None,
     **constants: Any,
 ) -> None:
     """Launch the backward pass of a row-wise op; gradients that are None are not computed.
@@ -174,7 +216,8 @@ def row_backward(
     Args:
         kernels: the pass itself, and the one before it that projects rows too wide for a tile.
             Arguments: dy, x, weight, statistics, projections (or None), then for the first dx,
-            a partial sum per parameter; the row strides of dy and x; number of rows.
+            a partial sum per parameter, dsummed, dresidual; the row strides of dy and x, for the
+            first of dsummed and the number of rows.
         chosen: the launch.
         dy: (..., N).
         x: (..., N), not empty.
@@ -182,6 +225,8 @@ def row_backward(
         statistics: of each row, as the forward wrote them; a row has as many projections.
         dx: (..., N), contiguous, to be written.
         sums: (N,), gradients of the parameters, to be written.
+        dsummed: (..., N), what else flows into x, added to its gradient; or None.
+        dresidual: (..., N), contiguous, receives that gradient in its own dtype; or None.
         constants: compile-time constants beyond N, ACC, HOLD and the tile's.
     """
     dy_rows, x_rows = as_rows(dy), as_rows(x)
@@ -195,6 +240,7 @@ def row_backward(
     if dx is not None and chosen.block_n < width:
         projections = torch.empty(len(statistics), rows, dtype=acc, device=x.device)
         kernels[1][(rows,)](*tensors, projections, *strides, **constants)
+    dsummed_rows = None if dsummed is None else as_rows(dsummed)
     needed = [gradient for gradient in sums if gradient is not None]
     partials = torch.empty(len(needed), chosen.num_programs, width, dtype=acc, device=x.device)
     places = iter([partials] if len(needed) == 1 else partials)
@@ -203,7 +249,10 @@ def row_backward(
         projections,
         dx,
         *(None if gradient is None else next(places) for gradient in sums),
+        dsummed_rows,
+        dresidual,
         *strides,
+        None if dsummed_rows is None else dsummed_rows.stride(0),
         rows,
         BLOCK_M=chosen.block_m,
         HOLD=chosen.holds_parameters,

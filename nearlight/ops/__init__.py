@@ -13,6 +13,8 @@ import torch
 from nearlight.core.backend import Choice, choose
 from nearlight.core.op import Op
 from nearlight.ops.adamw import adamw as adamw
+from nearlight.ops.add_layer_norm import add_layer_norm as add_layer_norm
+from nearlight.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from nearlight.ops.geglu import geglu as geglu
 from nearlight.ops.gelu import gelu as gelu
 from nearlight.ops.layer_norm import layer_norm as layer_norm

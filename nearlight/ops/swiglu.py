@@ -104,6 +104,7 @@ OP = Op(
         case_of(16384, 14336),
         case_of(8192, 28672),
         case_of(16384, 14336, up=None),
+        case_of(16384, 2880, up=None),
     ],
     check_cases=[
         *(

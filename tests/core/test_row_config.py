@@ -26,6 +26,19 @@ def test_stages_follow_from_shared_memory():
     assert stages == [3, 2]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_sums", "widest"),
+    [(torch.bfloat16, 1, 8192), (torch.bfloat16, 2, 8192), (torch.float32, 2, 4096)],
+)
+def test_a_second_upstream_gradient_leaves_registers_for_less_of_a_row(dtype, num_sums, widest):
+    def chosen(width):
+        return backward_config((16384, width), dtype, find_gpu("h200"), num_sums, num_upstream=2)
+
+    assert chosen(widest).block_n == widest and chosen(widest + 1).block_n < widest
+    held, last = chosen(widest // 2), chosen(widest)
+    assert last.block_n // last.num_warps == held.block_n // held.num_warps // 2
+
+
 @pytest.mark.parametrize("gpu", [find_gpu("h200"), find_gpu("l4")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (2**19, 128), (16384, 8192), (4096, 16384), (9, 65536)])

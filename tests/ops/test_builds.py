@@ -18,6 +18,20 @@ from nearlight.workbench.launches import launches
 ARCHES = sorted({gpu.arch.rstrip("a") for gpu in GPUS.values()})
 
 
+def launch_residual_norm(kernels):
+    for width, wide in ((96, torch.float32), (20_000, torch.bfloat16)):
+        x = torch.ones(5, width, dtype=torch.bfloat16)
+        kernels.run_both(x, x.to(wide))
+
+
+def launch_add_rms_norm():
+    launch_residual_norm(sys.modules["nearlight.ops.add_rms_norm"].kernels)
+
+
+def launch_add_layer_norm():
+    launch_residual_norm(sys.modules["nearlight.ops.add_layer_norm"].kernels)
+
+
 def launch_adamw():
     p, step = torch.ones(5, 96), torch.ones(())
     states = torch.zeros(5, 96), torch.zeros(5, 96)

@@ -320,6 +320,8 @@ def test_without_a_gpu_it_says_so():
 
 # Tiles of several rows, several tiles of a row, and rows too wide for one tile.
 SHAPES = {
+    "add_layer_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
+    "add_rms_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "adamw": [{"tensors": 2, "rows": 5, "N": 300}],
     "rms_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "layer_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],

@@ -44,14 +44,15 @@ def reference(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """Compute LayerNorm in plain PyTorch; dtypes that differ meet in the accumulator's."""
-    dtype, wide = _output_dtype(x), accumulator(x.dtype)
+    dtype, wide = output_dtype(x), accumulator(x.dtype)
     if any(p is not None and p.dtype != x.dtype for p in (weight, bias)):  # torch takes few pairs
         weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
         x = x.to(wide)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
 
-def _output_dtype(x: torch.Tensor) -> torch.dtype:
+def output_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the result: PyTorch's under CUDA autocast is the accumulator's."""
     is_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
     return accumulator(x.dtype) if is_autocast else x.dtype
 
@@ -94,7 +95,7 @@ def layer_norm(
     check_rows("layer_norm", x, weight=weight, bias=bias)
     if not use_triton(backend, x):
         return reference(x, weight, bias, eps)
-    y: torch.Tensor = forward_op(x, weight, bias, eps, _output_dtype(x))[0]
+    y: torch.Tensor = forward_op(x, weight, bias, eps, output_dtype(x))[0]
     return y
 
 

@@ -16,6 +16,7 @@ from nearlight.core.row_config import (
     forward_candidates,
     forward_config,
 )
+from nearlight.core.rows import add_residual, store_dx
 from nearlight.core.triton import jit
 from nearlight.core.tuned import tunable
 
@@ -54,7 +55,10 @@ def _layer_norm_fwd_kernel(
     y_ptr,  # (num_rows, N), contiguous
     mean_ptr,  # (num_rows,)
     rstd_ptr,  # (num_rows,)
+    residual_ptr,  # (num_rows, N) added to x first, or None
+    sum_ptr,  # (num_rows, N), contiguous: that sum
     stride_x,
+    stride_residual,
     num_rows,
     N: tl.constexpr,
     EPS: tl.constexpr,
@@ -66,6 +70,9 @@ def _layer_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask, other=0.0).to(ACC)
+    if residual_ptr is not None:
+        row, col = rows[:, None], cols[None, :]
+        x = add_residual(x, residual_ptr, sum_ptr, row, col, stride_residual, N, mask, ACC)
     if weight_ptr is not None:  # on its way while the sums wait at their barriers
         weight = tl.load(weight_ptr + cols, cols < N, other=0.0)
     # x² − mean² would lose the variance where the mean is large, and so would a mean that is off
@@ -95,7 +102,10 @@ def _layer_norm_fwd_wide_kernel(
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    residual_ptr,
+    sum_ptr,
     stride_x,
+    stride_residual,
     N: tl.constexpr,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
@@ -110,6 +120,8 @@ def _layer_norm_fwd_wide_kernel(
     for start in tl.range(0, N, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + block
         x = tl.load(x_ptr + row * stride_x + cols, cols < N, other=0.0).to(ACC)
+        if residual_ptr is not None:
+            x = add_residual(x, residual_ptr, sum_ptr, row, cols, stride_residual, N, cols < N, ACC)
         delta = tl.where(cols < N, x - means, 0.0)
         means += delta / (start // BLOCK_N + 1)
         squares += delta * tl.where(cols < N, x - means, 0.0)
@@ -122,7 +134,10 @@ def _layer_norm_fwd_wide_kernel(
     tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, N, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + block
-        x = tl.load(x_ptr + row * stride_x + cols, cols < N, other=0.0).to(ACC)
+        if sum_ptr is not None:  # stored before the barrier of the sum over the row
+            x = tl.load(sum_ptr + row * N + cols, cols < N, other=0.0).to(ACC)
+        else:
+            x = tl.load(x_ptr + row * stride_x + cols, cols < N, other=0.0).to(ACC)
         y = (x - mean) * rstd
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(ACC)
@@ -174,8 +189,11 @@ def _layer_norm_bwd_kernel(
     dx_ptr,  # (num_rows, N), contiguous, or None
     dweights_ptr,  # (row groups, N) sums of the weight gradient, or None
     dbiases_ptr,  # (row groups, N) sums of the bias gradient, or None
+    dsum_ptr,  # (num_rows, N) added to dx, or None
+    dresidual_ptr,  # (num_rows, N), contiguous: dx in a dtype of its own, or None
     stride_dy,
     stride_x,
+    stride_dsum,
     num_rows,
     N: tl.constexpr,
     ACC: tl.constexpr,
@@ -190,8 +208,7 @@ def _layer_norm_bwd_kernel(
     cols = tl.program_id(0) % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     if weight_ptr is not None and HOLD:
         weight = tl.load(weight_ptr + cols, cols < N, other=0.0)
-    dweight = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    dbias = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    dweight, dbias = tl.zeros((BLOCK_M, BLOCK_N), ACC), tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for start in tl.range(group * BLOCK_M, num_rows, row_step, num_stages=NUM_STAGES):
         rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
@@ -217,7 +234,7 @@ def _layer_norm_bwd_kernel(
                 along = tl.load(projections_ptr + rows, rows < num_rows, other=0.0)
                 level = tl.load(projections_ptr + num_rows + rows, rows < num_rows, other=0.0)
             dx = (dy - level[:, None] - normed * along[:, None]) * rstd[:, None]
-            tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx, mask)
+            store_dx(dx, dx_ptr, dsum_ptr, dresidual_ptr, rows, cols, stride_dsum, N, mask, ACC)
     if dweights_ptr is not None:
         tl.store(dweights_ptr + group * N + cols, tl.sum(dweight, axis=0), cols < N)
     if dbiases_ptr is not None:

@@ -75,7 +75,7 @@ def backward(
     )
     # One rounding for a product and the mean taken off it would leave noise where the gradient of
     # a row of one or two columns is exactly zero.
-    options = {"enable_fp_fusion": x.shape[-1] > FEW_COLUMNS}
+    options: dict[str, Any] = {"enable_fp_fusion": x.shape[-1] > FEW_COLUMNS}
     row_backward(both, chosen, dy, x, weight, [mean, rstd], grad_x, sums, **options)
     return dx, dweight, dbias
 

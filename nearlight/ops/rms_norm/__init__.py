@@ -99,21 +99,30 @@ def rms_norm(
         tensor([[0.8485, 1.1314]])
     """
     check_rows("rms_norm", x, weight=weight)
-    if casting not in CASTINGS:
-        raise ValueError(f"rms_norm: casting={casting!r}; allowed are {', '.join(CASTINGS)}")
-    if offset and weight is None:
-        raise ValueError(f"rms_norm: offset={offset} without a weight; pass the weight")
+    check_options("rms_norm", weight, offset, casting)
     if not use_triton(backend, x):
         return reference(x, weight, eps, offset=offset, casting=casting)
-    dtype = x.dtype
-    round_first = False
-    if casting == "llama" and weight is not None:
-        round_first = x.dtype.itemsize == 2
-        dtype = torch.promote_types(x.dtype, weight.dtype)
-    elif casting == "none" and _IS_WIDENED and x.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = accumulator(x.dtype)
-    y: torch.Tensor = forward_op(x, weight, eps, offset, round_first, dtype)[0]
+    y: torch.Tensor = forward_op(x, weight, eps, offset, *roundings(x, weight, casting))[0]
     return y
+
+
+def check_options(op: str, weight: torch.Tensor | None, offset: float, casting: str) -> None:
+    """Raise ValueError for a casting that does not exist, or an offset of no weight."""
+    if casting not in CASTINGS:
+        raise ValueError(f"{op}: casting={casting!r}; allowed are {', '.join(CASTINGS)}")
+    if offset and weight is None:
+        raise ValueError(f"{op}: offset={offset} without a weight; pass the weight")
+
+
+def roundings(
+    x: torch.Tensor, weight: torch.Tensor | None, casting: str
+) -> tuple[bool, torch.dtype]:
+    """Return whether the row is rounded to x's dtype before the weight, and the result's dtype."""
+    if casting == "llama" and weight is not None:
+        return x.dtype.itemsize == 2, torch.promote_types(x.dtype, weight.dtype)
+    if casting == "none" and _IS_WIDENED and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        return False, accumulator(x.dtype)
+    return False, x.dtype
 
 
 def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -15,6 +15,7 @@ from nearlight.core.row_config import (
     forward_candidates,
     forward_config,
 )
+from nearlight.core.rows import add_residual, store_dx
 from nearlight.core.triton import jit
 from nearlight.core.tuned import tunable
 
@@ -50,7 +51,10 @@ def _rms_norm_fwd_kernel(
     weight_ptr,  # (N,) or None
     y_ptr,  # (num_rows, N), contiguous
     rstd_ptr,  # (num_rows,)
+    residual_ptr,  # (num_rows, N) added to x first, or None
+    sum_ptr,  # (num_rows, N), contiguous: that sum
     stride_x,
+    stride_residual,
     num_rows,
     N: tl.constexpr,
     EPS: tl.constexpr,
@@ -64,6 +68,9 @@ def _rms_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask, other=0.0).to(ACC)
+    if residual_ptr is not None:
+        row, col = rows[:, None], cols[None, :]
+        x = add_residual(x, residual_ptr, sum_ptr, row, col, stride_residual, N, mask, ACC)
     if weight_ptr is not None:  # on its way while the sum waits at its barrier
         weight = tl.load(weight_ptr + cols, cols < N, other=0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + EPS)
@@ -82,7 +89,10 @@ def _rms_norm_fwd_wide_kernel(
     weight_ptr,
     y_ptr,
     rstd_ptr,
+    residual_ptr,
+    sum_ptr,
     stride_x,
+    stride_residual,
     N: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -97,12 +107,17 @@ def _rms_norm_fwd_wide_kernel(
     for start in tl.range(0, N, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + block
         x = tl.load(x_ptr + row * stride_x + cols, cols < N, other=0.0).to(ACC)
+        if residual_ptr is not None:
+            x = add_residual(x, residual_ptr, sum_ptr, row, cols, stride_residual, N, cols < N, ACC)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / N + EPS)
     tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, N, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + block
-        x = tl.load(x_ptr + row * stride_x + cols, cols < N, other=0.0).to(ACC)
+        if sum_ptr is not None:  # stored before the barrier of the sum over the row
+            x = tl.load(sum_ptr + row * N + cols, cols < N, other=0.0).to(ACC)
+        else:
+            x = tl.load(x_ptr + row * stride_x + cols, cols < N, other=0.0).to(ACC)
         y = x * rstd
         if weight_ptr is not None:
             if ROUND:
@@ -148,8 +163,11 @@ def _rms_norm_bwd_kernel(
     projection_ptr,  # or None: the tile holds whole rows
     dx_ptr,  # (num_rows, N), contiguous, or None
     partials_ptr,  # (row groups, N) sums of the weight gradient, or None
+    dsum_ptr,  # (num_rows, N) added to dx, or None
+    dresidual_ptr,  # (num_rows, N), contiguous: dx in a dtype of its own, or None
     stride_dy,
     stride_x,
+    stride_dsum,
     num_rows,
     N: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -185,6 +203,6 @@ def _rms_norm_bwd_kernel(
             else:
                 projection = tl.load(projection_ptr + rows, rows < num_rows, other=0.0)
             dx = (dy - normed * projection[:, None]) * rstd[:, None]
-            tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx, mask)
+            store_dx(dx, dx_ptr, dsum_ptr, dresidual_ptr, rows, cols, stride_dsum, N, mask, ACC)
     if partials_ptr is not None:
         tl.store(partials_ptr + group * N + cols, tl.sum(dweight, axis=0), cols < N)

@@ -30,7 +30,7 @@ def forward(
         return y, rstd.fill_(eps**-0.5 if eps else torch.inf)
     chosen = kernels.config(row_shape(x), x.dtype, launch_gpu(x.device))
     both = kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_wide_kernel
-    constants = {"EPS": eps, "OFFSET": offset, "ROUND": round_first}
+    constants: dict[str, Any] = {"EPS": eps, "OFFSET": offset, "ROUND": round_first}
     row_forward(both, chosen, x, [weight], [y, rstd], **constants)
     return y, rstd
 
