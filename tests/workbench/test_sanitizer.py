@@ -38,6 +38,11 @@ RACECHECK = """\
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
+COPIES = """\
+========= Error: Race reported between Write access at _norm_kernel+0x470 in kernels.py:78
+=========     and Write access at _norm_kernel+0x470 in kernels.py:78 [28 hazards]
+=========
+"""
 CLEAN = """\
 ========= COMPUTE-SANITIZER
 launched: ["scale_fwd"]
@@ -54,6 +59,18 @@ def test_an_error_names_its_kernel_and_line():
     (race,) = sanitizer.faults(RACECHECK, ["row_sum"])
     assert "Race reported between Write access at row_sum" in str(race)
     assert "row_sum.cu:24" in str(race)
+
+
+def test_copies_that_triton_stores_twice_are_no_race():
+    assert sanitizer.faults(COPIES, ["_norm_kernel"]) == []
+    for changed in (
+        COPIES.replace("and Write", "and Read"),
+        COPIES.replace(
+            "and Write access at _norm_kernel+0x470", "and Write access at _norm_kernel+0x490"
+        ),
+        COPIES.replace("kernels.py", "kernels.cu"),
+    ):
+        assert len(sanitizer.faults(changed, ["_norm_kernel"])) == 1
 
 
 def test_kernels_of_others_are_not_the_ops_unless_nothing_is_known():
@@ -98,6 +115,19 @@ def test_the_tools_verdict_is_the_propertys(tool):
     assert (folder / "seen.txt").read_text() == "--tool racecheck"
     tool(MEMCHECK.replace("scale_fwd", "_scale_fwd_kernel"))
     assert examine("memcheck").startswith("memcheck: Invalid __global__ write of size 4 bytes at")
+
+
+def test_why_the_op_did_not_run_is_said_and_not_the_advice_below_it(tool):
+    folder = tool("")
+    (folder / "tool.py").write_text(
+        "import sys\n"
+        "print('AcceleratorError: CUDA error: out of memory', file=sys.stderr)\n"
+        "print('Compile with `TORCH_USE_CUDA_DSA` to enable assertions.', file=sys.stderr)\n"
+        "sys.exit(1)\n"
+    )
+    assert examine("synccheck") == (
+        "synccheck: the op did not run under it: AcceleratorError: CUDA error: out of memory"
+    )
 
 
 def test_where_it_has_nothing_to_say(monkeypatch):

@@ -32,6 +32,11 @@ TIMEOUT_S = 300
 _ERROR = re.compile(
     r"^(Invalid|Uninitialized|Error: (?:Race|Potential)|Barrier error|Divergent|Misaligned)"
 )
+# Where a tile has fewer elements than threads, Triton lets several write the same value to one
+# place. A Triton kernel cannot write different ones: its shared memory is the compiler's.
+_COPIES = re.compile(
+    r"Race reported between Write access at (\S+ in \S+\.py:\d+) and Write access at \1 "
+)
 # How the line below it begins that says where.
 _PLACES = ("at ", "and ", "in ")
 # torch's caching allocator hands out parts of larger blocks, in which nothing is out of bounds.
@@ -89,8 +94,10 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         others = f"; {len(found) - 1} more" if len(found) > 1 else ""
         return f"{tool}: {found[0]}{others}"
     if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        return f"{tool}: the op did not run under it: {last}"
+        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+        # PyTorch adds advice below the error itself.
+        error = next((line for line in reversed(said) if "rror: " in line), said[-1])
+        return f"{tool}: the op did not run under it: {error}"
     return "" if launched else f"{tool}: the op launched no kernel"
 
 
@@ -133,7 +140,9 @@ def faults(report: str, kernels: Sequence[str]) -> list[Fault]:
             block.append(following)
         if not kernels or any(name in text for name in kernels for text in block):
             where = next((text for text in block[1:] if text.startswith(_PLACES)), "")
-            found.append(Fault(line.removeprefix("Error: "), where))
+            fault = Fault(line.removeprefix("Error: "), where)
+            if not _COPIES.match(str(fault)):
+                found.append(fault)
     return found
 
 
