@@ -9,6 +9,8 @@ from nearlight.core.hardware import GPUS
 from nearlight.core.launch import described_launches
 from nearlight.ops import OPS
 from nearlight.ops.adamw import registration as adamw
+from nearlight.ops.embedding import kernels as embedding
+from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.layer_norm import registration as layer_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.rms_norm import registration as rms_norm
@@ -86,6 +88,28 @@ def launch_relu2():
 def launch_gelu():
     for kernels in sys.modules["nearlight.ops.gelu"].kernels.values():
         launch_unary(kernels)
+
+
+def launch_dropout():
+    x, seed = torch.ones(5, 96), torch.ones(2, dtype=torch.int64)
+    sys.modules["nearlight.ops.dropout"].kernels.apply(x, seed, 0.1, x.dtype)
+
+
+def launch_dropout_add():
+    x, seed = torch.ones(5, 96), torch.ones(2, dtype=torch.int64)
+    sys.modules["nearlight.ops.dropout_add"].kernels.add(x, x, seed, 0.1)
+
+
+def launch_embedding():
+    indices, weight, out = torch.ones(70, dtype=torch.int64), torch.ones(5, 96), torch.ones(70, 96)
+    embedding.gather(out, indices, weight, torch.ones((), dtype=torch.int32), 2.0)
+    embedding.sum_rows(weight, out, indices, indices, torch.arange(6), 2.0, -1)
+
+
+def launch_group_norm():
+    x, weight = torch.ones(2, 6, 96), torch.ones(6)
+    _, mean, rstd = group_norm.forward(x, 3, weight, weight, 1e-5, x.dtype)
+    group_norm.backward(x, x, weight, mean, rstd, x.dtype, x.dtype, [True, True, True])
 
 
 def launch_rope():
