@@ -13,14 +13,17 @@ import torch
 from nearlight.core.backend import Choice, choose
 from nearlight.core.op import Op
 from nearlight.ops.adamw import adamw as adamw
+from nearlight.ops.cross_entropy import cross_entropy as cross_entropy
 from nearlight.ops.geglu import geglu as geglu
 from nearlight.ops.gelu import gelu as gelu
 from nearlight.ops.layer_norm import layer_norm as layer_norm
 from nearlight.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from nearlight.ops.log_softmax import log_softmax as log_softmax
 from nearlight.ops.relu2 import relu2 as relu2
 from nearlight.ops.rms_norm import rms_norm as rms_norm
 from nearlight.ops.rope import rope as rope
 from nearlight.ops.silu import silu as silu
+from nearlight.ops.softmax import softmax as softmax
 from nearlight.ops.swiglu import swiglu as swiglu
 
 # Every function above has its record in its module.
