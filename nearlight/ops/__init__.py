@@ -15,6 +15,7 @@ from nearlight.core.op import Op
 from nearlight.ops.adamw import adamw as adamw
 from nearlight.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from nearlight.ops.add_rms_norm import add_rms_norm as add_rms_norm
+from nearlight.ops.cross_entropy import cross_entropy as cross_entropy
 from nearlight.ops.dropout import dropout as dropout
 from nearlight.ops.dropout_add import dropout_add as dropout_add
 from nearlight.ops.embedding import embedding as embedding
@@ -23,10 +24,12 @@ from nearlight.ops.gelu import gelu as gelu
 from nearlight.ops.group_norm import group_norm as group_norm
 from nearlight.ops.layer_norm import layer_norm as layer_norm
 from nearlight.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from nearlight.ops.log_softmax import log_softmax as log_softmax
 from nearlight.ops.relu2 import relu2 as relu2
 from nearlight.ops.rms_norm import rms_norm as rms_norm
 from nearlight.ops.rope import rope as rope
 from nearlight.ops.silu import silu as silu
+from nearlight.ops.softmax import softmax as softmax
 from nearlight.ops.swiglu import swiglu as swiglu
 
 # Every function above has its record in its module.

@@ -344,7 +344,10 @@ def _standard(op: Op, inputs: Inputs, trial: Trial, is_backward: bool) -> tuple[
     """Return what results are held to: the reference in fp64, in fp32 where that does not fit."""
     with torch.no_grad():
         outputs = call(op.reference, fresh(inputs, ()))
-    upstream = make_upstream(outputs, trial) if is_backward else None
+    upstream: Upstream | None = None
+    if is_backward:  # of a loss it is 1, as `loss.backward()` has it
+        upstream = [torch.ones_like(gradient) if gradient is not None and not gradient.ndim
+                    else gradient for gradient in make_upstream(outputs, trial)]  # fmt: skip
     del outputs
     plain = _compute(op.reference, _cloned(inputs), upstream)
     for dtype in (torch.float64, torch.float32):

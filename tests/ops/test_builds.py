@@ -7,8 +7,10 @@ import torch
 
 from nearlight.core.hardware import GPUS
 from nearlight.core.launch import described_launches
-from nearlight.ops import OPS
+from nearlight.ops import OPS, _softmax
 from nearlight.ops.adamw import registration as adamw
+from nearlight.ops.cross_entropy import launchers as cross_entropy
+from nearlight.ops.cross_entropy import record as cross_entropy_record
 from nearlight.ops.embedding import kernels as embedding
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.layer_norm import registration as layer_norm
@@ -124,6 +126,27 @@ def launch_linear_cross_entropy():
     linear_cross_entropy.cross_entropy_(logits, labels, row, options)
     linear_cross_entropy.split_add_(logits, logits.to(torch.uint8), logits.float(), True)
     linear_cross_entropy.scale_(logits, row[0])
+
+
+def launch_cross_entropy():
+    logits, labels = torch.ones(5, 96), torch.ones(5, dtype=torch.int64)
+    arguments = cross_entropy_record._arguments(logits, labels, has_gradient=True)
+    results = cross_entropy.forward(arguments)
+    statistics = torch.ones(2, 5)
+    cross_entropy.backward(results.loss, statistics, results.divisor, *arguments)
+    cross_entropy.scale(logits, logits, results.loss)
+
+
+def launch_softmax(name="softmax"):
+    config = sys.modules[f"nearlight.ops.{name}"].config
+    for width in (96, 20_000):
+        x = torch.ones(5, width)
+        y = _softmax.forward(config, name == "log_softmax", x, None, 1.0)
+        _softmax.backward(config, name == "log_softmax", x, y, None, 1.0)
+
+
+def launch_log_softmax():
+    launch_softmax("log_softmax")
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,0 +1,75 @@
+"""Logarithm of the softmax over the last dimension, scaled and masked in the same pass.
+
+    y = z − max z − log Σ exp(z − max z), z = scale · x + mask
+    dx = scale · (dy − exp(y) · Σ dy)
+
+Legend: N = width of a row (last dimension), rows = everything before it.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018
+(arXiv:1805.02867).
+Limits: any width; sums in fp32 (fp64 for fp64 inputs); nothing but y is saved; no gradient of the
+mask, and none of the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nearlight.core.backend import use_triton
+from nearlight.ops import _softmax, _softmax_config, _softmax_record
+
+__all__ = ["OP", "config", "log_softmax", "reference"]
+
+
+def reference(
+    x: torch.Tensor, *, scale: float = 1.0, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute it as a plain PyTorch model does; arguments as in `log_softmax`."""
+    return _softmax_record.reference(x, scale, mask, is_log=True)
+
+
+config = _softmax_config.tunable_config("log_softmax")
+_forward_op = _softmax.register("log_softmax", config, is_log=True)
+
+
+def log_softmax(
+    x: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Turn each row of scores into logarithms of probabilities.
+
+    y = z − log Σ exp(z) over the last dimension, with z = scale · x, masked.
+
+    Args:
+        x: (..., N) fp16, bf16, fp32 or fp64, any strides, on CPU or CUDA.
+        scale: factor of x.
+        mask: bool (True keeps, False takes the element out, whatever x holds there) or a float
+            that is added; broadcasts to x, any strides, same device; gets no gradient.
+        backend: "auto" (Triton on CUDA, plain PyTorch on CPU), "triton" or "reference".
+
+    Returns:
+        (..., N) in the dtype of x, contiguous; −inf where the mask is False or −inf, without a
+        gradient, also where it takes out a whole row. The rest is PyTorch's, NaN included.
+
+    Raises:
+        ValueError: a shape, device or backend that is not allowed, or a mask with a gradient.
+        TypeError: a dtype that is not allowed, or a DTensor.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
+
+    Example:
+        >>> import torch
+        >>> from nearlight.ops import log_softmax
+        >>> log_softmax(torch.zeros(3), mask=torch.tensor([True, True, False]))
+        tensor([-0.6931, -0.6931,    -inf])
+    """
+    _softmax_record.check("log_softmax", x, mask)
+    if not use_triton(backend, x):
+        return reference(x, scale=scale, mask=mask)
+    y: torch.Tensor = _forward_op(x, mask, scale)
+    return y
+
+
+OP = _softmax_record.record(log_softmax, reference, config, is_log=True)
