@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 import torch
 
 from nearlight.core.cost import Formula, register_cost
-from nearlight.core.direct import direct
-from nearlight.core.gradient import register_gradient
 from nearlight.core.launch import is_describing
 
 # One library per op by qualified name, and the file that defined it.
@@ -42,9 +40,7 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """Define a torch op and return a function that calls it, past torch's dispatcher if it can.
-
-    A file run again replaces its former ops.
+    """Define a torch op and return what to call; a file run again replaces its former ops.
 
     Args:
         schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; or the name alone,
@@ -103,9 +99,7 @@ def register_op(
             def backward(ctx: Any, *upstream: Any) -> NoReturn:
                 refuse_double_backward(name.removesuffix("_bwd"))
 
-        function = register_gradient(op, library, save, backward, implementation)
-        if function is not None:
-            return direct(op, implementation, function)
+        torch.library.register_autograd(qualified, backward, setup_context=save, lib=library)
     return op
 
 

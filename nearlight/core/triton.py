@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 
 from nearlight.core import compile_cache, interpreter, launch, machine_code
 from nearlight.core.machine_code import MachineCode
-from nearlight.core.relaunch import Relaunch
 
 if TYPE_CHECKING:
     from nearlight.core.op import KernelBuild
@@ -45,9 +44,9 @@ class Kernel(JITFunction):
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
         self._checked_names: set[tuple[str, ...]] = set()
-        self._again = Relaunch(self)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        # not by way of `run`: unpacking the arguments once more costs 0.3 µs of every launch
         return lambda *args, **kwargs: self._start(grid, False, args, kwargs)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -55,35 +54,24 @@ class Kernel(JITFunction):
         return self._start(grid, warmup, args, kwargs)
 
     def _start(self, grid: Any, warmup: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = tuple(kwargs)
+        if names not in self._checked_names:
+            self._check_names(names)
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor):
             tensor = _first_tensor((*args, *kwargs.values()))
         index = -1 if tensor is None else tensor.get_device()
-        if index >= 0 and not warmup:
-            if index != torch._C._cuda_getDevice():
-                with torch.cuda.device(index):
-                    return self._on_gpu(index, grid, args, kwargs)
-            return self._on_gpu(index, grid, args, kwargs)
-        self._check_names(tuple(kwargs))
         if index < 0 and tensor is not None:
             if tensor.is_cpu:
                 return self._interpret(grid, warmup, args, kwargs)
             if launch.is_describing():
                 return launch.describe(self, args, kwargs, grid)
+        run = JITFunction.run
         with interpreter.lock:  # a compilation must not see `tl` patched by another thread
-            return JITFunction.run(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    def _on_gpu(self, index: int, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch on the current GPU, which is `index`."""
-        key = self._again.key(index, args, kwargs)
-        if key is not None and (found := self._again.find(key)) is not None:
-            return self._again.launch(found, index, grid, args, kwargs)
-        self._check_names(tuple(kwargs))
-        with interpreter.lock:
-            compiled = JITFunction.run(self, *args, grid=grid, warmup=False, **kwargs)
-        if key is not None and compiled is not None:
-            self._again.keep(key, compiled, len(args))
-        return compiled
+            if tensor is not None and index != torch.cuda.current_device():
+                with torch.cuda.device(tensor.device):
+                    return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     def _interpret(
         self, grid: Any, warmup: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,8 +82,6 @@ class Kernel(JITFunction):
         return interpreter.launch(self, grid, args, arguments)
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        if names in self._checked_names:
-            return
         allowed = [*self.signature.parameters, *sorted(launch_options())]
         for name in names:
             if name not in allowed:
