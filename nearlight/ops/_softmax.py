@@ -24,7 +24,15 @@ from nearlight.core.register import register_op
 from nearlight.core.row_config import RowConfig
 from nearlight.core.rows import FEW_COLUMNS, accumulator_pipe, as_rows, triton_accumulator
 from nearlight.core.triton import jit
-from nearlight.ops.cross_entropy.tiles import exp
+
+
+@jit
+def exp(x, ACC: tl.constexpr):
+    """Return eˣ in three instructions: `tl.exp` spends three more on results below 1e-38."""
+    if ACC == tl.float32:
+        return tl.exp2(x * 1.4426950408889634)
+    else:
+        return tl.exp(x)
 
 
 @jit

@@ -35,7 +35,7 @@ def test_a_cuda_kernel_is_compiled_for_an_arch_with_its_own_features(arch):
 
 def test_an_unknown_arch_is_refused_for_both_languages():
     for build in (KernelBuild(ROW_SUM, {}, {}), KernelBuild(_row_kernel, {}, {"N": 16})):
-        with pytest.raises(ValueError, match="allowed are sm_75.*did you mean `sm_90`"):
+        with pytest.raises(ValueError, match="allowed are sm_75.*did you mean `sm_90a`"):
             compile_build(build, "SM_90")
 
 

@@ -109,7 +109,9 @@ def figures_of(name, case, direction):
     rows = [row for row in kept if (row["case"], row["direction"]) == (case, way)]
     by_peer = {row["implementation"]: row for row in rows}
     ours = by_peer["nearlight"]
-    ratios = [f"{by_peer[peer]['ratio']:.2f}" for peer in ("torch", "compile", "liger")]
+    # A peer that lacks the op has no row, or no time.
+    found = (by_peer.get(peer, {}).get("ratio") for peer in ("torch", "compile", "liger"))
+    ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in found]
     error = f"{ours['prediction_error']:+.0%}"
     return [f"{ours['time_us']:.1f}", f"{ours['share']:.2f}", f"{ours['of_copy']:.2f}",
             *ratios, error]  # fmt: skip

@@ -9,9 +9,6 @@ from nearlight.core.hardware import GPUS
 from nearlight.core.launch import described_launches
 from nearlight.ops import OPS, _softmax
 from nearlight.ops.adamw import registration as adamw
-from nearlight.ops.cross_entropy import launchers as cross_entropy
-from nearlight.ops.cross_entropy import record as cross_entropy_record
-from nearlight.ops.embedding import kernels as embedding
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.layer_norm import registration as layer_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
@@ -102,12 +99,6 @@ def launch_dropout_add():
     sys.modules["nearlight.ops.dropout_add"].kernels.add(x, x, seed, 0.1)
 
 
-def launch_embedding():
-    indices, weight, out = torch.ones(70, dtype=torch.int64), torch.ones(5, 96), torch.ones(70, 96)
-    embedding.gather(out, indices, weight, torch.ones((), dtype=torch.int32), 2.0)
-    embedding.sum_rows(weight, out, indices, indices, torch.arange(6), 2.0, -1)
-
-
 def launch_group_norm():
     x, weight = torch.ones(2, 6, 96), torch.ones(6)
     _, mean, rstd = group_norm.forward(x, 3, weight, weight, 1e-5, x.dtype)
@@ -126,15 +117,6 @@ def launch_linear_cross_entropy():
     linear_cross_entropy.cross_entropy_(logits, labels, row, options)
     linear_cross_entropy.split_add_(logits, logits.to(torch.uint8), logits.float(), True)
     linear_cross_entropy.scale_(logits, row[0])
-
-
-def launch_cross_entropy():
-    logits, labels = torch.ones(5, 96), torch.ones(5, dtype=torch.int64)
-    arguments = cross_entropy_record._arguments(logits, labels, has_gradient=True)
-    results = cross_entropy.forward(arguments)
-    statistics = torch.ones(2, 5)
-    cross_entropy.backward(results.loss, statistics, results.divisor, *arguments)
-    cross_entropy.scale(logits, logits, results.loss)
 
 
 def launch_softmax(name="softmax"):

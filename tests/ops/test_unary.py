@@ -41,8 +41,10 @@ def test_values(assert_right, form, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale, mean", [(1e-3, 0), (50, 0), (0.1, -20), (0.1, 12), (0.5, -4)])
+@pytest.mark.parametrize("scale, mean", [(1e-3, 0), (100, 0), (0.1, -20), (0.1, 12), (0.5, -4)])
 def test_values_that_are_not_flat(assert_right, form, dtype, scale, mean):
+    if form[0].name == "relu2":
+        scale = min(scale, 50)  # its square must fit into fp16
     assert_right(form[0], (random(6, 65) * scale + mean).to(dtype), **form[1])
 
 

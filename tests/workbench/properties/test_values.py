@@ -33,6 +33,18 @@ def test_an_op_in_fp64_alone_is_held_to_what_fp64_errs(plain_op, failures):
     assert found["values"].startswith("output: ") and "lifecycle" in found
 
 
+def test_a_case_in_fp64_beside_others_is_held_to_fp64(plain_op, failures):
+    def scaled(x):
+        return x * 0.1
+
+    def narrow(x):  # right in every other dtype
+        return (x.double() * 0.100000001).to(x.dtype) if x.dtype == torch.float64 else x * 0.1
+
+    cases = [Case(str(d), {"N": 9}, d) for d in (torch.float32, torch.float64)]
+    assert failures(plain_op(scaled, check_cases=cases)) == {}
+    assert failures(plain_op(narrow, scaled, check_cases=cases), "values")["values"]
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_number_in_fp64_leaves_results_in_bf16_as_they_are(plain_op, failures, asks):
     def make_inputs(case, device, generator):
