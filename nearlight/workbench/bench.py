@@ -139,6 +139,9 @@ def measure(
         raise BadInput(
             f"{op.name} has no peer {unknown[0]!r}; it has {', '.join((*op.peers, COMPILE))}"
         )
+    small = min(op.check_cases, key=lambda case: (case.dtype == torch.float64, Trial(case).size))
+    if not differentiable(make_inputs(op, Trial(small), machine.device)):  # an optimizer, say
+        directions = [name for name in directions if name == "forward"]
     rows: list[Row] = []
     for case in op.cases if cases is None else cases:
         for direction in directions:
@@ -146,7 +149,6 @@ def measure(
             rows += _measure_case(op, machine, peers, case, direction)
             if machine.device == "cuda":
                 torch.cuda.empty_cache()
-    small = min(op.check_cases, key=lambda case: (case.dtype == torch.float64, Trial(case).size))
     for direction in directions:
         progress(f"{op.name} host cost {direction}")
         rows += _host_rows(op, machine, peers, small, direction)

@@ -85,6 +85,15 @@ def test_rows_hold_time_share_ratios_and_the_copy():
     assert all(row["host_us"] > 0 for row in host)
 
 
+def test_without_a_gradient_the_forward_alone_is_timed():
+    def inputs(case, device, generator):
+        return {"x": make_inputs(case, device, generator)["x"].detach()}
+
+    rows = measure(dataclasses.replace(op_with(), make_inputs=inputs), MACHINE)
+    assert {row["direction"] for row in rows} == {"forward"}
+    assert by_name(rows)["nearlight"]["time_us"] > 0
+
+
 def test_a_wrong_op_gets_no_speed_and_its_peers_do():
     rows = by_name(measure(op_with(lambda x: 2.01 * x), MACHINE), "forward_backward")
     assert "time_us" not in rows["nearlight"]
