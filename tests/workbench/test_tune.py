@@ -333,6 +333,8 @@ SHAPES = {
     "gelu": [{"rows": 9, "N": 3000}],
     "relu2": [{"rows": 9, "N": 3000}],
     "silu": [{"rows": 9, "N": 3000}],
+    "softmax": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
+    "log_softmax": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "rope": [{"B": 1, "S": 20, "H": 20, "HK": 5, "D": 64}],
     "linear_cross_entropy": [{"BT": 3, "H": 16, "V": 2500}],
 }
