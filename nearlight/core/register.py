@@ -91,7 +91,6 @@ def register_op(
         return (implementation if is_describing() else fake)(*args, **kwargs)
 
     torch.library.register_fake(qualified, fake if fake is None else shapes, lib=library)
-    register_cost(qualified)(cost)
     op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
     if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
         if backward is None:
@@ -100,6 +99,7 @@ def register_op(
                 refuse_double_backward(name.removesuffix("_bwd"))
 
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=library)
+    register_cost(qualified)(cost)
     return op
 
 
