@@ -58,15 +58,17 @@ class Mutant:
 def mutants_of(root: Path, op: str) -> list[Mutant]:
     """Return every mutant of an op's files (a folder or a file below `nearlight/ops`), in order.
 
-    Of an op without kernels of its own those are taken that it imports.
+    Among them are the kernels that the op shares with others (`nearlight/ops/_name.py`) and, where
+    it has none of its own, those of core.
     """
     base = root / "nearlight" / "ops" / op
     files = sorted(base.rglob("*")) if base.is_dir() else [base.with_suffix(".py")]
-    if not any(KERNEL.search(f.read_text()) for f in files if f.suffix in (".py", ".cu")):
-        pattern = re.compile(r"^from (nearlight\.(?:core|ops)\.\w+) import", re.MULTILINE)
-        imported = pattern.findall(files[0].read_text())
-        shared = (root / f"{name.replace('.', '/')}.py" for name in imported)
-        files += [file for file in shared if file.exists() and KERNEL.search(file.read_text())]
+    texts = [file.read_text() for file in files if file.suffix in (".py", ".cu")]
+    places = r"ops\._\w+" if any(map(KERNEL.search, texts)) else r"(?:core|ops)\.\w+"
+    pattern = re.compile(rf"^from (nearlight\.{places}) import", re.MULTILINE)
+    imported = dict.fromkeys(name for text in texts for name in pattern.findall(text))
+    shared = (root / f"{name.replace('.', '/')}.py" for name in imported)
+    files += [file for file in shared if file.exists() and KERNEL.search(file.read_text())]
     found: dict[str, Mutant] = {}
     for file in files:
         source = file.read_text(encoding="utf-8") if file.suffix in (".py", ".cu", ".cuh") else ""

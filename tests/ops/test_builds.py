@@ -11,7 +11,9 @@ from nearlight.ops import OPS, _softmax
 from nearlight.ops.adamw import registration as adamw
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.layer_norm import registration as layer_norm
+from nearlight.ops._logits import split_add_
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
+from nearlight.ops.linear_log_prob import kernels as linear_log_prob
 from nearlight.ops.rms_norm import registration as rms_norm
 from nearlight.ops.rope import registration as rope
 from nearlight.workbench.launches import launches
@@ -115,8 +117,15 @@ def launch_linear_cross_entropy():
     labels = torch.ones(5, dtype=torch.int64)
     options = linear_cross_entropy.LossOptions(softcap=30.0)
     linear_cross_entropy.cross_entropy_(logits, labels, row, options)
-    linear_cross_entropy.split_add_(logits, logits.to(torch.uint8), logits.float(), True)
+    split_add_(logits, logits.to(torch.uint8), logits.float(), True)
     linear_cross_entropy.scale_(logits, row[0])
+
+
+def launch_linear_log_prob():
+    logits, labels = torch.ones(5, 96, dtype=torch.bfloat16), torch.ones(5, dtype=torch.int64)
+    rows, options = torch.ones(4, 5), linear_log_prob.Options(softcap=30.0, temperature=0.5)
+    linear_log_prob.log_prob_of(logits, labels, rows.unbind(), options)
+    linear_log_prob.logits_gradient_(logits, labels, rows.unbind(), rows[0], rows[0], options)
 
 
 def launch_softmax(name="softmax"):
@@ -152,7 +161,7 @@ def test_described_is_what_is_launched(name):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_builds_take_the_tiles_of_a_gpu_of_the_arch(name, arch):
-    if (name, arch) == ("linear_cross_entropy", "sm_75"):
+    if name in ("linear_cross_entropy", "linear_log_prob") and arch == "sm_75":
         with pytest.raises(ValueError, match="sm_80 or later"):
             OPS[name].builds(arch)
         return

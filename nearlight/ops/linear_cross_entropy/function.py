@@ -8,7 +8,8 @@ import torch
 
 from nearlight.core.backend import use_triton
 from nearlight.core.rows import FLOATS, accumulator
-from nearlight.ops.linear_cross_entropy.loop import Arguments, check_labels
+from nearlight.ops._linear_logits import autocast, check_labels, check_options, check_tensors
+from nearlight.ops.linear_cross_entropy.loop import Arguments
 from nearlight.ops.linear_cross_entropy.reference import reference
 from nearlight.ops.linear_cross_entropy.registration import forward_op
 
@@ -79,9 +80,10 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(x, weight, torch.tensor([3, -100]))
         tensor(2.3026)
     """
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
     _check_tensors(x, weight, labels, bias, class_weight, token_weight)
-    _check_options(label_smoothing, z_loss, softcap, reduction, num_items, memory_budget_bytes)
+    check_options(softcap, memory_budget_bytes)
+    _check_options(label_smoothing, z_loss, reduction, num_items)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -96,7 +98,7 @@ def linear_cross_entropy(
     }
     if not use_triton(backend, x):
         if type(labels) is torch.Tensor and labels.is_cpu and not torch.compiler.is_compiling():
-            check_labels(labels, weight.shape[0], ignore_index)
+            check_labels("linear_cross_entropy", labels, weight.shape[0], ignore_index)
         return reference(x, weight, labels, bias, **options)
     if num_items is not None and not isinstance(num_items, torch.Tensor):
         dtype = accumulator(x.dtype)
@@ -110,21 +112,6 @@ def linear_cross_entropy(
     return loss
 
 
-def _autocast(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast as autocast casts the inputs of torch.nn.functional.linear: all but fp64."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
-
-
 def _check_tensors(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -133,43 +120,10 @@ def _check_tensors(
     class_weight: torch.Tensor | None,
     token_weight: torch.Tensor | None,
 ) -> None:
-    vocab = weight.shape[:1]
-    wanted = {
-        "weight": (weight, (*vocab, x.shape[-1]) if x.ndim else ()),
-        "labels": (labels, x.shape[:-1]),
-        "bias": (bias, vocab),
-        "class_weight": (class_weight, vocab),
-        "token_weight": (token_weight, x.shape[:-1]),
-    }
-    if x.ndim == 0 or weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(
-            f"linear_cross_entropy: x {tuple(x.shape)} and weight {tuple(weight.shape)}: allowed "
-            "are (..., H) and (V, H) with V ≥ 1 and H ≥ 1"
-        )
-    if x.dtype not in FLOATS:
-        raise TypeError(f"linear_cross_entropy: x is {x.dtype}: allowed are {FLOATS}")
-    if labels.dtype != torch.int64:
-        raise TypeError(f"linear_cross_entropy: labels are {labels.dtype}: use labels.long()")
-    for name, (tensor, shape) in wanted.items():
-        if tensor is None:
-            continue
-        if hasattr(tensor, "to_local") or hasattr(x, "to_local"):
-            raise TypeError(
-                f"linear_cross_entropy: x or {name} is a DTensor: pass local tensors "
-                "(weight.full_tensor(), x.to_local())"
-            )
-        if tensor.shape != shape or tensor.device != x.device:
-            raise ValueError(
-                f"linear_cross_entropy: {name} is {tuple(tensor.shape)} on {tensor.device}: for x "
-                f"{tuple(x.shape)} and weight {tuple(weight.shape)} on {x.device} it must be "
-                f"{tuple(shape)} there"
-            )
-        if name in ("weight", "bias") and tensor.dtype != x.dtype:
-            raise TypeError(
-                f"linear_cross_entropy: x is {x.dtype} and {name} {tensor.dtype}: convert one, "
-                "or use torch.autocast"
-            )
-        if name.endswith("_weight") and (tensor.requires_grad or tensor.dtype not in FLOATS):
+    per_class, per_row = {"class_weight": class_weight}, {"token_weight": token_weight}
+    check_tensors("linear_cross_entropy", x, weight, labels, bias, per_class, per_row)
+    for name, tensor in {**per_class, **per_row}.items():
+        if tensor is not None and (tensor.requires_grad or tensor.dtype not in FLOATS):
             raise ValueError(
                 f"linear_cross_entropy: {name} is {tensor.dtype}, "
                 f"requires_grad={tensor.requires_grad}: allowed are floats without a gradient "
@@ -180,21 +134,15 @@ def _check_tensors(
 def _check_options(
     label_smoothing: float,
     z_loss: float,
-    softcap: float | None,
     reduction: str,
     num_items: float | torch.Tensor | None,
-    memory_budget_bytes: int | None,
 ) -> None:
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing}: allowed is 0 to 1")
     if not z_loss >= 0.0:
         raise ValueError(f"z_loss={z_loss}: allowed is 0 and more")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap={softcap}: allowed are numbers above 0, or None for none")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: allowed are {', '.join(REDUCTIONS)}")
-    if memory_budget_bytes is not None and memory_budget_bytes <= 0:
-        raise ValueError(f"memory_budget_bytes={memory_budget_bytes}: allowed is 1 and more")
     if num_items is None:
         return
     if reduction != "sum":

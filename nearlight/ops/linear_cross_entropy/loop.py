@@ -1,4 +1,4 @@
-"""The loop over the chunks: logits, their loss and gradient in place, products of the gradient."""
+"""What a call is made of: its arguments, the weights of its rows, its turn with each chunk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import NamedTuple
 import torch
 
 from nearlight.core.rows import accumulator
-from nearlight.ops.linear_cross_entropy.chunks import Plan, plan, row_pitch
-from nearlight.ops.linear_cross_entropy.kernels import LossOptions, cross_entropy_, split_add_
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-Needs = tuple[bool, bool, bool]
+from nearlight.ops._chunks import Plan, plan
+from nearlight.ops._linear_logits import Gradients, Needs, as_matrix, check_labels, over_chunks
+from nearlight.ops.linear_cross_entropy.kernels import LossOptions, cross_entropy_
 
 
 class Arguments(NamedTuple):
@@ -70,21 +67,10 @@ class Arguments(NamedTuple):
             self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale
         )
 
-
-def check_labels(labels: torch.Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise for a label outside [0, vocab) that is not ignored; on CUDA when the device gets there.
-
-    Raises:
-        ValueError: on a CPU.
-        RuntimeError: on CUDA, from the next call that waits for the device.
-    """
-    is_allowed = ((labels >= 0) & (labels < vocab)) | (labels == ignore_index)
-    message = f"a label is neither in [0, {vocab}) nor ignore_index={ignore_index}"
-    if labels.is_cpu:
-        if not bool(is_allowed.all()):
-            raise ValueError(f"{message}: {int(labels[~is_allowed][0])}")
-    else:  # no wait for the device
-        torch._assert_async(is_allowed.all(), f"linear_cross_entropy: {message}")
+    def plan(self, needs: Needs) -> Plan:
+        """Return how the call goes through its rows where these gradients are computed."""
+        (vocab, hidden), rows = self.weight.shape, self.labels.numel()
+        return plan(rows, vocab, hidden, self.x.dtype, needs[1], self.memory_budget_bytes)
 
 
 def row_weights(
@@ -119,10 +105,10 @@ def run(
     arguments: Arguments, needs: Needs, grad_loss: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, *Gradients]:
     """Compute the losses of the rows and the gradients, in the shapes of labels and inputs."""
-    x, weight, labels = arguments[:3]
+    x, weight, labels, bias = arguments[:4]
     dtype = accumulator(x.dtype)
     flat = labels.reshape(-1).contiguous()
-    check_labels(flat, weight.shape[0], arguments.ignore_index)
+    check_labels("linear_cross_entropy", flat, weight.shape[0], arguments.ignore_index)
     class_weight, token_weight = arguments.class_weight, arguments.token_weight
     if class_weight is not None:
         class_weight = class_weight.to(dtype).contiguous()
@@ -139,101 +125,23 @@ def run(
     )
     if grad_loss is not None:
         row_weight = row_weight * grad_loss.reshape(-1)
-    matrices = arguments._replace(
-        x=_as_matrix(x.reshape(-1, x.shape[-1])), weight=_as_matrix(weight), labels=flat
-    )
-    loss, grad_x, grad_weight, grad_bias = _chunks(matrices, row_weight, class_weight, needs)
-    grad_x = grad_x.view(x.shape) if needs[0] else grad_x
-    return loss.view(labels.shape), grad_x, grad_weight, grad_bias
-
-
-def _chunks(
-    arguments: Arguments,
-    row_weight: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    needs: Needs,
-) -> tuple[torch.Tensor, *Gradients]:
-    """Return the losses of the rows (M,) and the gradients; an empty tensor for one not needed."""
-    x, weight, labels, bias = arguments[:4]
-    (rows, hidden), vocab = x.shape, weight.shape[0]
-    needs_x, needs_weight, needs_bias = needs
-    loss = row_weight.new_zeros(rows)
-    grad_x = x.new_empty(x.shape if needs_x else 0)
-    grad_weight = x.new_empty(weight.shape if needs_weight else 0)
-    bias_sum = row_weight.new_zeros(vocab if needs_bias else 0)
-    if rows == 0:
-        return loss, grad_x, grad_weight.zero_(), bias_sum.to(x.dtype)
-    steps = plan(rows, vocab, hidden, x.dtype, needs_weight, arguments.memory_budget_bytes)
-    weight_sum = WeightSum(grad_weight, steps) if needs_weight else None
+    loss = row_weight.new_zeros(flat.shape)
     class_weight_sum = None if class_weight is None else class_weight.sum()
-    buffer = x.new_empty(steps.rows, row_pitch(vocab))
-    if vocab % 16:  # the kernel reads whole vectors, and uses nothing beyond the vocabulary
-        buffer[:, vocab : -(-vocab // 16) * 16] = 0
-    for start in range(0, rows, steps.rows):
-        chunk = slice(start, min(start + steps.rows, rows))
-        logits = buffer[: chunk.stop - start, :vocab]
-        if bias is None:
-            torch.mm(x[chunk], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[chunk], weight.t(), out=logits)
-        loss[chunk] = cross_entropy_(
+
+    def turn(logits: torch.Tensor, rows: slice) -> None:
+        loss[rows] = cross_entropy_(
             logits,
-            labels[chunk],
-            row_weight[chunk],
+            flat[rows],
+            row_weight[rows],
             arguments.options,
             class_weight,
             class_weight_sum,
             write_gradient=any(needs),
             has_padding=True,
         )
-        # From here on the buffer holds the gradient of the logits.
-        if needs_x:
-            torch.mm(logits, weight, out=grad_x[chunk])
-        if weight_sum is not None:
-            weight_sum.add(logits, x[chunk])
-        if needs_bias:
-            bias_sum += logits.sum(0, dtype=bias_sum.dtype)
-    return loss, grad_x, grad_weight, bias_sum.to(x.dtype)
 
-
-class WeightSum:
-    """The weight gradient as it is summed over the chunks, the way the plan says."""
-
-    def __init__(self, total: torch.Tensor, steps: Plan) -> None:
-        self.total = total
-        self.num_chunks = steps.num_chunks
-        self.columns = steps.product_columns
-        self.added = 0
-        if self.columns:
-            self.lower = torch.empty_like(total, dtype=torch.uint8)
-            self.product = total.new_empty(self.columns, total.shape[1], dtype=torch.float32)
-
-    def add(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        """Add gradientᵀ @ x of one chunk."""
-        self.added += 1
-        if not self.columns:
-            if self.added == 1:
-                torch.mm(gradient.t(), x, out=self.total)
-            else:
-                self.total.addmm_(gradient.t(), x)
-            return
-        for start in range(0, self.total.shape[0], self.columns):
-            part = slice(start, start + self.columns)
-            columns = gradient[:, part].t()
-            product = self.product[: columns.shape[0]]
-            if x.is_cpu:  # has no product of bf16 that stays in fp32
-                torch.mm(columns.float(), x.float(), out=product)
-            else:
-                torch.mm(columns, x, out_dtype=torch.float32, out=product)
-            split_add_(
-                self.total[part],
-                self.lower[part],
-                product,
-                is_first=self.added == 1,
-                is_last=self.added == self.num_chunks,
-            )
-
-
-def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 2-D tensor that cuBLAS takes as it lies: one copy here, not one per chunk."""
-    return tensor if 1 in tensor.stride() and 0 not in tensor.stride() else tensor.contiguous()
+    steps = arguments.plan(needs)
+    gradients = over_chunks(as_matrix(x), as_matrix(weight), bias, needs, steps, turn)
+    grad_x, grad_weight, grad_bias = gradients
+    grad_x = grad_x.view(x.shape) if needs[0] else grad_x
+    return loss.view(labels.shape), grad_x, grad_weight, grad_bias

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from nearlight.core.cost import Cost, matmul_pipe, tensor_bytes
+from nearlight.core.cost import Cost, tensor_bytes
 from nearlight.core.register import refuse_double_backward, register_op
 from nearlight.core.rows import accumulator
-from nearlight.ops.linear_cross_entropy.chunks import plan
+from nearlight.ops._chunks import plan
+from nearlight.ops._linear_logits import Gradients, Needs, chunks_cost, empty_gradients
 from nearlight.ops.linear_cross_entropy.kernels import scale_
-from nearlight.ops.linear_cross_entropy.loop import Arguments, Gradients, Needs, run
+from nearlight.ops.linear_cross_entropy.loop import Arguments, run
 
 _NUM_TENSORS, _NUM_ARGUMENTS = 7, len(Arguments._fields)
 _SCHEMA = (
@@ -33,9 +34,7 @@ _SCHEMA = (
 def _fwd(*args: Any) -> tuple[torch.Tensor, *Gradients]:
     arguments = Arguments(*args)
     if arguments.forward_needs != arguments.needs:  # what the backward could not do is refused here
-        rows, budget_bytes = arguments.labels.numel(), arguments.memory_budget_bytes
-        vocab, hidden = arguments.weight.shape
-        plan(rows, vocab, hidden, arguments.x.dtype, arguments.needs_weight, budget_bytes)
+        arguments.plan(arguments.needs)
     loss, grad_x, grad_weight, grad_bias = run(arguments, arguments.forward_needs)
     if arguments.reduction != "none":
         loss = loss.sum()
@@ -52,26 +51,16 @@ def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
         scale_(gradient, factor)
 
 
-def _fake_gradients(arguments: Arguments, needs: Needs) -> Gradients:
-    x, weight = arguments[:2]
-    shapes = (x.shape, weight.shape, weight.shape[:1])
-    grad_x, grad_weight, grad_bias = (
-        x.new_empty(shape if is_needed else (0,))
-        for shape, is_needed in zip(shapes, needs, strict=True)
-    )
-    return grad_x, grad_weight, grad_bias
-
-
 def _fwd_fake(*args: Any) -> tuple[torch.Tensor, *Gradients]:
     arguments = Arguments(*args)
     x, shape = arguments.x, arguments.labels.shape if arguments.reduction == "none" else ()
     loss = x.new_empty(shape, dtype=accumulator(x.dtype))
-    return loss, *_fake_gradients(arguments, arguments.forward_needs)
+    return loss, *empty_gradients(x, arguments.weight, arguments.forward_needs)
 
 
 def _bwd_fake(grad_loss: torch.Tensor, *args: Any) -> Gradients:
     arguments = Arguments(*args)
-    return _fake_gradients(arguments, arguments.needs)
+    return empty_gradients(arguments.x, arguments.weight, arguments.needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -128,26 +117,8 @@ def call_cost(
 ) -> Cost:
     """Return the cost of one pass over the chunks: logits once, and what `needs` asks for."""
     steps = plan(rows, vocab, hidden, dtype, needs[1], budget_bytes)
-    products = 1 + needs[0] + needs[1]
-    matrix_bytes = (rows + vocab) * hidden * dtype.itemsize
-    kernels = 3 + needs[0] + needs[1] + 2 * needs[2]  # logits, loss, its copy
-    if steps.product_columns:
-        kernels += 2 * -(-vocab // steps.product_columns) - 1
-    return Cost(
-        flops={matmul_pipe(dtype): 2 * rows * vocab * hidden * products},
-        bytes_read=matrix_bytes + rows * 8,
-        bytes_written=(needs[0] * rows + needs[1] * vocab) * hidden * dtype.itemsize
-        + needs[2] * vocab * dtype.itemsize,
-        num_kernels=_NUM_SMALL_KERNELS + steps.num_chunks * kernels,
-        workspace_bytes=steps.workspace_bytes + rows * VECTOR_BYTES_PER_ROW,
-        pattern="matmul",
-    )
-
-
-# Loss, its copy, labels' checks, weights: at most so much per row at any time.
-VECTOR_BYTES_PER_ROW = 64
-# Kernels of the label check, the divisor and the final sum.
-_NUM_SMALL_KERNELS = 13
+    # Per chunk the logits, the loss, its copy; per call what checks labels, divides and adds.
+    return chunks_cost(rows, vocab, hidden, dtype, needs, steps, 3, 13)
 
 
 def _cost_fwd(args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Cost:

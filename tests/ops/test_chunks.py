@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearlight.ops.linear_cross_entropy.chunks import (
+from nearlight.ops._chunks import (
     LARGEST_DEFAULT_BYTES,
     MAX_ROUNDED_SUMS,
     TILE_ROWS,
