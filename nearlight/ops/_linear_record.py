@@ -45,7 +45,7 @@ def sizes(case: Case) -> tuple[int, int, int]:
     return case.shape["BT"], case.shape["V"], case.shape["H"]
 
 
-def needs(case: Case) -> Needs:
+def gradients_of(case: Case) -> Needs:
     """Return the gradients of a case: x, weight, bias."""
     return True, True, bool(case.shape.get("bias"))
 

@@ -8,10 +8,10 @@ import torch
 from nearlight.core.hardware import GPUS
 from nearlight.core.launch import described_launches
 from nearlight.ops import OPS, _softmax
+from nearlight.ops._logits import split_add_
 from nearlight.ops.adamw import registration as adamw
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.layer_norm import registration as layer_norm
-from nearlight.ops._logits import split_add_
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.linear_log_prob import kernels as linear_log_prob
 from nearlight.ops.rms_norm import registration as rms_norm

@@ -13,7 +13,13 @@ from nearlight.core.launch import described_launches, gpu_of_arch
 from nearlight.core.op import Case, KernelBuild, Op
 from nearlight.ops._chunks import plan
 from nearlight.ops._linear_logits import VECTOR_BYTES_PER_ROW
-from nearlight.ops._linear_record import case_of, make_inputs, needs, refuse_turing, sizes
+from nearlight.ops._linear_record import (
+    case_of,
+    gradients_of,
+    make_inputs,
+    refuse_turing,
+    sizes,
+)
 from nearlight.ops._logits import split_add_
 from nearlight.ops.linear_cross_entropy.function import linear_cross_entropy
 from nearlight.ops.linear_cross_entropy.kernels import LossOptions, cross_entropy_, scale_
@@ -25,8 +31,8 @@ def _cost(case: Case) -> Mapping[str, Cost]:
     """Logits, dX and dW: three products; the limit does not count logits computed twice."""
     budget_bytes = case.options.get("memory_budget_bytes")
     return {
-        name: call_cost(*sizes(case), case.dtype, needed, budget_bytes)
-        for name, needed in (("forward", (False,) * 3), ("forward_backward", needs(case)))
+        name: call_cost(*sizes(case), case.dtype, needs, budget_bytes)
+        for name, needs in (("forward", (False,) * 3), ("forward_backward", gradients_of(case)))
     }
 
 

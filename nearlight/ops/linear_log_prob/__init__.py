@@ -33,9 +33,15 @@ from nearlight.ops._linear_logits import (
     check_options,
     check_tensors,
 )
-from nearlight.ops._linear_record import case_of, make_inputs, needs, refuse_turing, sizes
+from nearlight.ops._linear_record import (
+    case_of,
+    gradients_of,
+    make_inputs,
+    refuse_turing,
+    sizes,
+)
 from nearlight.ops.linear_log_prob.kernels import Options, log_prob_of, logits_gradient_
-from nearlight.ops.linear_log_prob.registration import call_cost, forward_op
+from nearlight.ops.linear_log_prob.registration import Arguments, call_cost, forward_op
 
 __all__ = ["OP", "linear_log_prob", "reference"]
 
@@ -143,11 +149,11 @@ def linear_log_prob(
         if type(labels) is torch.Tensor and labels.is_cpu and not torch.compiler.is_compiling():
             check_labels("linear_log_prob", labels, weight.shape[0], ignore_index)
         return reference(x, weight, labels, bias, **options)
-    needed = (
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (x, weight, bias)
-    )
-    log_prob, entropy, _ = forward_op(x, weight, labels, bias, *options.values(), *needed)
+    needs: dict[str, Any] = {
+        f"needs_{name}": torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
+    }
+    log_prob, entropy, _ = forward_op(*Arguments(x, weight, labels, bias, **options, **needs))
     return (log_prob, entropy) if return_entropy else log_prob
 
 
@@ -156,7 +162,7 @@ def _cost(case: Case) -> Mapping[str, Cost]:
     budget_bytes = case.options.get("memory_budget_bytes")
     return {
         name: call_cost(*sizes(case), case.dtype, needed, True, budget_bytes)
-        for name, needed in (("forward", (False,) * 3), ("forward_backward", needs(case)))
+        for name, needed in (("forward", (False,) * 3), ("forward_backward", gradients_of(case)))
     }
 
 

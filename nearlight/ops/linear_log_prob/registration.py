@@ -18,6 +18,7 @@ from nearlight.ops._chunks import plan
 from nearlight.ops._linear_logits import (
     Gradients,
     Needs,
+    Turn,
     as_matrix,
     check_labels,
     chunks_cost,
@@ -82,7 +83,7 @@ _SCHEMA = (
 )
 
 
-def _over_chunks(arguments: Arguments, needs: Needs, turn: Any) -> Gradients:
+def _over_chunks(arguments: Arguments, needs: Needs, turn: Turn) -> Gradients:
     x, weight, _labels, bias = arguments[:4]
     # Forward and backward take the same chunks.
     steps = plan(*arguments.sizes, x.dtype, arguments.needs_weight, arguments.memory_budget_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nearlight.training.losses.tokens import check_shapes, reduced
+from nearlight.training.losses.tokens import check_shapes, reduced, wide
 
 LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo")
 
@@ -66,10 +66,9 @@ def dpo_loss(
     _check_options(beta, label_smoothing, loss_type)
     if (ref_chosen_log_probs is None) != (ref_rejected_log_probs is None):
         raise ValueError("dpo_loss: one reference is missing: pass both, or none")
-    margin = chosen_log_probs - rejected_log_probs
+    margin = wide(chosen_log_probs) - wide(rejected_log_probs)
     if ref_chosen_log_probs is not None and ref_rejected_log_probs is not None:
-        margin = margin - (ref_chosen_log_probs - ref_rejected_log_probs)
-    margin = margin if margin.dtype == torch.float64 else margin.float()
+        margin = margin - (wide(ref_chosen_log_probs) - wide(ref_rejected_log_probs))
     if loss_type == "hinge":
         losses = (1.0 - beta * margin).relu()
     elif loss_type == "ipo":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nearlight.training.losses.tokens import wide
+
 SCALES = ("group", "batch", "none")
 # Beside a deviation of 1: keeps groups of nearly equal rewards from being blown up.
 EPSILON = 1e-4
@@ -40,7 +42,7 @@ def group_advantages(
         )
     if scale not in SCALES:
         raise ValueError(f"group_advantages: scale={scale!r}: allowed are {', '.join(SCALES)}")
-    rewards = rewards.detach() if rewards.dtype == torch.float64 else rewards.detach().float()
+    rewards = wide(rewards.detach())
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(-1, keepdim=True)
     if scale == "group":

@@ -7,9 +7,11 @@ import torch
 from nearlight.training.losses.kl_penalty import kl_penalty
 from nearlight.training.losses.tokens import (
     check_clip,
+    check_entropy,
     check_shapes,
     clipped_objective,
     divided,
+    token_count,
     under,
 )
 
@@ -88,7 +90,12 @@ def grpo_loss(
         >>> log_probs.grad
         tensor([[-0.5000, -0.5000,  0.0000]])
     """
-    if advantages.shape == log_probs.shape[:1]:
+    if log_probs.ndim != 2:
+        raise ValueError(
+            f"grpo_loss: log_probs are {tuple(log_probs.shape)}: allowed is (B, S); a packed batch "
+            "is (1, S) with advantages per token"
+        )
+    if advantages.ndim == 1 and advantages.shape == log_probs.shape[:1]:
         advantages = advantages.unsqueeze(-1).expand(log_probs.shape)
     check_shapes(
         "grpo_loss",
@@ -100,8 +107,13 @@ def grpo_loss(
         entropy=entropy,
     )
     check_clip("grpo_loss", epsilon_low, epsilon_high, delta)
+    check_entropy("grpo_loss", entropy, entropy_weight)
     _check_options(importance_level, loss_type, max_completion_length, num_items)
-    _check_terms(beta, ref_log_probs, entropy_weight, entropy)
+    if not beta >= 0.0 or (beta > 0.0) != (ref_log_probs is not None):
+        raise ValueError(
+            f"grpo_loss: beta={beta} {'without' if ref_log_probs is None else 'with'} "
+            "ref_log_probs: allowed is β > 0 with them, or 0 without"
+        )
     log_probs, advantages = under(mask, log_probs), under(mask, advantages)
     old = log_probs.detach() if old_log_probs is None else under(mask, old_log_probs)
     log_ratio = log_probs - old
@@ -114,13 +126,12 @@ def grpo_loss(
         losses = losses + beta * penalty
     if entropy is not None:
         losses = losses - entropy_weight * under(mask, entropy)
-    losses = under(mask, losses)
     if loss_type == "grpo":
         return divided(divided(losses.sum(-1), lengths).sum(), float(losses.shape[0]))
     if loss_type == "dr_grpo":
         assert max_completion_length is not None
         return divided(losses.sum(), float(losses.shape[0] * max_completion_length))
-    return divided(losses.sum(), lengths.sum() if num_items is None else num_items)
+    return divided(losses.sum(), token_count("grpo_loss", mask, num_items))
 
 
 def _check_options(
@@ -146,21 +157,3 @@ def _check_options(
         )
     if num_items is not None and loss_type != "dapo":
         raise ValueError(f"grpo_loss: num_items divides 'dapo' alone, not {loss_type!r}")
-
-
-def _check_terms(
-    beta: float,
-    ref_log_probs: torch.Tensor | None,
-    entropy_weight: float,
-    entropy: torch.Tensor | None,
-) -> None:
-    if not beta >= 0.0 or (beta > 0.0) != (ref_log_probs is not None):
-        raise ValueError(
-            f"grpo_loss: beta={beta} {'without' if ref_log_probs is None else 'with'} "
-            "ref_log_probs: allowed is β > 0 with them, or 0 without"
-        )
-    if (entropy_weight != 0.0) != (entropy is not None):
-        raise ValueError(
-            f"grpo_loss: entropy_weight={entropy_weight} {'without' if entropy is None else 'with'}"
-            " entropy: allowed is a weight with one, or 0 without"
-        )

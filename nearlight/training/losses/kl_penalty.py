@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nearlight.training.losses.tokens import bounded_expm1, check_shapes
+from nearlight.training.losses.tokens import bounded_expm1, check_shapes, wide
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -42,8 +42,7 @@ def kl_penalty(
         raise ValueError(
             f"kl_penalty: estimator={estimator!r}: allowed are {', '.join(ESTIMATORS)}"
         )
-    difference = ref_log_probs - log_probs
-    difference = difference if difference.dtype == torch.float64 else difference.float()
+    difference = wide(ref_log_probs) - wide(log_probs)
     if estimator == "k1":
         return -difference
     if estimator == "k2":

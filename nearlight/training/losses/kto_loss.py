@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nearlight.training.losses.tokens import check_shapes, divided, reduced
+from nearlight.training.losses.tokens import check_shapes, divided, reduced, wide
 
 
 def kto_loss(
@@ -58,8 +58,7 @@ def kto_loss(
         raise TypeError(f"kto_loss: is_desirable is {is_desirable.dtype}: use is_desirable.bool()")
     if not beta > 0.0:
         raise ValueError(f"kto_loss: beta={beta}: allowed are numbers above 0")
-    ratios = log_probs - ref_log_probs
-    ratios = ratios if ratios.dtype == torch.float64 else ratios.float()
+    ratios = wide(log_probs) - wide(ref_log_probs)
     if kl_log_ratios is not None:
         kl = kl_log_ratios.detach().to(ratios)
         ratios = ratios - divided(kl.sum(), kl.numel()).clamp(min=0.0)

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from nearlight.training.losses.tokens import check_shapes, reduced
+from nearlight.training.losses.tokens import check_shapes, reduced, wide
 
 
 def orpo_loss(
@@ -42,19 +42,19 @@ def orpo_loss(
 
     Example:
         >>> orpo_loss(torch.tensor([-0.5]), torch.tensor([-2.0]))
-        tensor(0.5096)
+        tensor(0.5097)
     """
     check_shapes("orpo_loss", chosen_log_probs.shape, rejected_log_probs=rejected_log_probs)
     if not beta >= 0.0:
         raise ValueError(f"orpo_loss: beta={beta}: allowed is 0 and more")
-    log_odds = _log_odds(chosen_log_probs) - _log_odds(rejected_log_probs)
-    losses = -sft_weight * chosen_log_probs - beta * F.logsigmoid(log_odds)
+    chosen, rejected = wide(chosen_log_probs), wide(rejected_log_probs)
+    preference = -F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    losses = beta * preference - sft_weight * chosen
     return reduced("orpo_loss", losses, reduction)
 
 
 def _log_odds(log_prob: torch.Tensor) -> torch.Tensor:
     """Return log(p / (1 − p)); log1p(−exp(x)) alone would be log 0 for a p that rounds to 1."""
-    log_prob = log_prob if log_prob.dtype == torch.float64 else log_prob.float()
     log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
     is_near_one = log_prob > -math.log(2.0)
     # Each way sees only its own half: what the other computes there would be NaN in the gradient.

@@ -6,9 +6,11 @@ import torch
 
 from nearlight.training.losses.tokens import (
     check_clip,
+    check_entropy,
     check_shapes,
     clipped_objective,
     divided,
+    token_count,
     under,
 )
 
@@ -83,16 +85,12 @@ def ppo_loss(
         **of_values,
     )
     check_clip("ppo_loss", epsilon_low, epsilon_high, delta)
+    check_entropy("ppo_loss", entropy, entropy_weight)
     if len({tensor is None for tensor in of_values.values()}) > 1:
         missing = [name for name, tensor in of_values.items() if tensor is None]
         raise ValueError(f"ppo_loss: {', '.join(missing)} missing: pass all of {[*of_values]}")
     if not value_epsilon >= 0.0:
         raise ValueError(f"ppo_loss: value_epsilon={value_epsilon}: allowed is 0 and more")
-    if (entropy_weight != 0.0) != (entropy is not None):
-        raise ValueError(
-            f"ppo_loss: entropy_weight={entropy_weight} {'without' if entropy is None else 'with'} "
-            "entropy: allowed is a weight with one, or 0 without"
-        )
     log_ratio = under(mask, log_probs) - under(mask, old_log_probs)
     losses = clipped_objective(log_ratio, under(mask, advantages), epsilon_low, epsilon_high, delta)
     if values is not None and old_values is not None and returns is not None:
@@ -102,5 +100,4 @@ def ppo_loss(
         losses = losses + 0.5 * value_weight * squares
     if entropy is not None:
         losses = losses - entropy_weight * under(mask, entropy)
-    count = mask.bool().sum() if num_items is None else num_items
-    return divided(losses.sum(), count)
+    return divided(losses.sum(), token_count("ppo_loss", mask, num_items))

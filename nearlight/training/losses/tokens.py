@@ -25,13 +25,17 @@ def check_shapes(
             )
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in fp32, or fp64 where it is that."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def under(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in fp32 or wider, 0 outside the mask.
+    """Return a wide tensor, 0 outside the mask.
 
     A selection, not a product: padding may hold NaN or −inf, in values and gradients.
     """
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    return torch.where(mask.bool(), wide, 0.0)
+    return torch.where(mask.bool(), wide(tensor), 0.0)
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -52,8 +56,35 @@ def bounded_expm1(log_ratio: torch.Tensor) -> torch.Tensor:
 
 def divided(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     """Return total / count, and 0 with a live graph where there is nothing to divide by."""
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    if not isinstance(count, torch.Tensor):
+        return total / count if count > 0 else 0.0 * total
+    count = count.to(total.device, total.dtype)
     return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0 * total)
+
+
+def token_count(
+    loss: str, mask: torch.Tensor, num_items: float | torch.Tensor | None
+) -> torch.Tensor | float:
+    """Return what a sum over tokens is divided by: `num_items`, or the tokens of the mask."""
+    if num_items is None:
+        return mask.bool().sum()
+    if isinstance(num_items, torch.Tensor):
+        if num_items.ndim or num_items.requires_grad:
+            raise ValueError(
+                f"{loss}: num_items: allowed are a number or a 0-d tensor without a gradient"
+            )
+    elif num_items < 0:
+        raise ValueError(f"{loss}: num_items={num_items}: allowed is 0 and more")
+    return num_items
+
+
+def check_entropy(loss: str, entropy: torch.Tensor | None, entropy_weight: float) -> None:
+    """Raise for an entropy without a weight, and for a weight without one."""
+    if (entropy_weight != 0.0) != (entropy is not None):
+        raise ValueError(
+            f"{loss}: entropy_weight={entropy_weight} {'without' if entropy is None else 'with'} "
+            "entropy: allowed is a weight with one, or 0 without"
+        )
 
 
 def clipped_objective(
