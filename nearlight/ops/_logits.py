@@ -41,8 +41,13 @@ def candidates(
     }
 
 
-def tunable_config(op: str) -> Callable[..., Config]:
-    """Return the launch rule of one op, with the tuned rows of that op before it."""
+def tunable_config(op: str, capped_block: int = 4096) -> Callable[..., Config]:
+    """Return the launch rule of one op, with the tuned rows of that op before it.
+
+    Args:
+        op: name of the op.
+        capped_block: columns that 8 warps hold of logits with a softcap, which takes registers.
+    """
 
     @tunable(op, candidates)
     def config(
@@ -55,11 +60,10 @@ def tunable_config(op: str) -> Callable[..., Config]:
             block_n = min(widest, 16384)
             return Config(min(triton.next_power_of_2(rows), 2**17 // block_n), block_n, 4)
         # Measured on an H200: 8192 is best for 32,000 columns, 4096 for 128,256, both with 8 warps.
-        # With a softcap 8192 columns do not fit into the registers.
-        block_n = min(widest, 8192 if vocab <= 65536 and not has_softcap else 4096)
-        if dtype == torch.float64:
-            block_n = min(block_n, 2048)
-        return Config(1, block_n, max(1, min(8, block_n // 512)))
+        block_n = capped_block if has_softcap else 8192 if vocab <= 65536 else 4096
+        per_warp = min(block_n // 8, 512)
+        block_n = min(widest, block_n, 2048 if dtype == torch.float64 else block_n)
+        return Config(1, block_n, max(1, min(8, block_n // per_warp)))
 
     return config
 

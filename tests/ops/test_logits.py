@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nearlight.core.hardware import find_gpu
-from nearlight.ops._logits import split_add_, tunable_config
+from nearlight.ops._logits import Config, split_add_, tunable_config
 
 config = tunable_config("some op over logits")
 
@@ -49,3 +49,6 @@ def test_config_fills_vectors_and_warps():
         assert tile.block_m == 1
         assert tile.num_warps <= 8
         assert config((70_000, vocab), bf16, None, False).block_m >= 8
+    capped = tunable_config("another op over logits", capped_block=2048)
+    assert capped((8192, 128_256), bf16, gpu, True) == Config(1, 2048, 8)
+    assert capped((8192, 128_256), bf16, gpu, False) == config((8192, 128_256), bf16, gpu, False)

@@ -15,7 +15,8 @@ from nearlight.core.rows import FEW_COLUMNS, triton_accumulator
 from nearlight.core.triton import jit
 from nearlight.ops._logits import load_tile, target_terms, transform, tunable_config
 
-config = tunable_config("linear_log_prob")
+# With 4096 columns some forwards spill a register or two (Triton 3.6.0 and 3.7.1), also on sm_90.
+config = tunable_config("linear_log_prob", capped_block=2048)
 
 Statistics = Sequence[torch.Tensor]
 

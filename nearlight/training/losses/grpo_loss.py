@@ -90,13 +90,7 @@ def grpo_loss(
         >>> log_probs.grad
         tensor([[-0.5000, -0.5000,  0.0000]])
     """
-    if log_probs.ndim != 2:
-        raise ValueError(
-            f"grpo_loss: log_probs are {tuple(log_probs.shape)}: allowed is (B, S); a packed batch "
-            "is (1, S) with advantages per token"
-        )
-    if advantages.ndim == 1 and advantages.shape == log_probs.shape[:1]:
-        advantages = advantages.unsqueeze(-1).expand(log_probs.shape)
+    advantages = _per_token(advantages, log_probs)
     check_shapes(
         "grpo_loss",
         log_probs.shape,
@@ -132,6 +126,18 @@ def grpo_loss(
         assert max_completion_length is not None
         return divided(losses.sum(), float(losses.shape[0] * max_completion_length))
     return divided(losses.sum(), token_count("grpo_loss", mask, num_items))
+
+
+def _per_token(advantages: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """Return one advantage per token where there is one per sequence."""
+    if log_probs.ndim != 2:
+        raise ValueError(
+            f"grpo_loss: log_probs are {tuple(log_probs.shape)}: allowed is (B, S); a packed batch "
+            "is (1, S) with advantages per token"
+        )
+    if advantages.shape != log_probs.shape[:1]:
+        return advantages
+    return advantages.unsqueeze(-1).expand(log_probs.shape)
 
 
 def _check_options(
