@@ -194,7 +194,7 @@ def _group_norm_combine_kernel(
         apart = tl.load(partials_ptr + at, mask, other=0.0) - mean[:, None]
         within = tl.load(partials_ptr + num_sums + at, mask, other=0.0)
         squares += tl.where(mask, within + count.to(tl.float64)[None, :] * apart * apart, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / total + EPS)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) / total + EPS)
     shift = _shift(
         x_ptr, n, group, exists, S, x_stride_n, x_stride_c, x_stride_s, GROUP, ACC
     )  # fmt: skip
