@@ -181,20 +181,21 @@ def _group_norm_combine_kernel(
 ):  # fmt: skip
     """Make the mean and rstd of groups out of their partial ones, weighted by their positions."""
     place, n, group, exists, base = _groups(C, S, num_groups, PIECE, GROUP, BLOCK_G)
-    total = (tl.zeros((), tl.int64) + S).to(tl.float64) * GROUP
+    # A division is a call, which spills what is live around it: one, before anything is.
+    share = 1.0 / ((tl.zeros((), tl.int64) + S).to(tl.float64) * GROUP)
     # In fp64: they are few, and what the mean errs stands in every element.
     sums = tl.zeros((BLOCK_G, BLOCK), tl.float64)
     for start in range(0, tl.cdiv(S, PIECE) * GROUP, BLOCK):
         at, mask, _c, count = _sums_of(start, base, exists, C, S, PIECE, GROUP, BLOCK)
         sums += tl.load(partials_ptr + at, mask, other=0.0) * count.to(tl.float64)[None, :]
-    mean = tl.sum(sums, axis=1) / total
+    mean = tl.sum(sums, axis=1) * share
     squares = tl.zeros((BLOCK_G, BLOCK), tl.float64)
     for start in range(0, tl.cdiv(S, PIECE) * GROUP, BLOCK):
         at, mask, _c, count = _sums_of(start, base, exists, C, S, PIECE, GROUP, BLOCK)
         apart = tl.load(partials_ptr + at, mask, other=0.0) - mean[:, None]
         within = tl.load(partials_ptr + num_sums + at, mask, other=0.0)
         squares += tl.where(mask, within + count.to(tl.float64)[None, :] * apart * apart, 0.0)
-    rstd = tl.rsqrt(tl.sum(squares, axis=1) / total + EPS)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) * share + EPS)
     shift = _shift(
         x_ptr, n, group, exists, S, x_stride_n, x_stride_c, x_stride_s, GROUP, ACC
     )  # fmt: skip
