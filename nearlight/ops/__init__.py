@@ -2,6 +2,9 @@
 
 The imports are eager because a function and its module share a name: once a submodule has been
 imported, only an assignment after it leaves the function under that name.
+
+Each op has a gradient by its kernel, and forward-mode derivatives (`torch.func.jvp`, `jacfwd`,
+`hessian`) by plain PyTorch alone: `backend="auto"` takes it there, a kernel asked for is refused.
 """
 
 import sys

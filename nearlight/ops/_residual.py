@@ -289,16 +289,18 @@ class ResidualNorm:
     def make_inputs(self, case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
         """Make the tensors of a case: a stream larger than what a block adds to it."""
         options = dict(case.options)
-        wide = options.pop("residual_dtype", case.dtype)
+        residual_dtype = options.pop("residual_dtype", case.dtype)
 
         def random(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=generator, device=generator.device).to(device)
+            wide = torch.promote_types(case.dtype, torch.float32)
+            values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
+            return values.to(device)
 
         rows, width = case.shape["rows"], case.shape["N"]
         mean = 1.0 - options.get("offset", 0.0)
         tensors = {
             "x": random(rows, width).to(case.dtype),
-            "residual": (3.0 * random(rows, width)).to(wide),
+            "residual": (3.0 * random(rows, width)).to(residual_dtype),
         }
         for name in self.parameters:
             tensors[name] = (mean * (name == "weight") + 0.1 * random(width)).to(case.dtype)

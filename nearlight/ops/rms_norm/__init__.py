@@ -129,7 +129,8 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     width = case.shape["N"]
 
     def random(*size: int) -> torch.Tensor:
-        values = torch.randn(*size, generator=generator, device=generator.device)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
         return values.to(device, case.dtype)
 
     x = random(case.shape["rows"], width)

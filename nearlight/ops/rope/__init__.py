@@ -214,11 +214,14 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     rotary_dim = options.get("rotary_dim", width)
     num_rows = case.shape.get("P", tokens)
 
+    wide = torch.promote_types(case.dtype, torch.float32)
+
     def random_heads(count: int) -> torch.Tensor:
-        x = torch.randn(batch, tokens, count, width, generator=generator, device=device)
+        shape = (batch, tokens, count, width)
+        x = torch.randn(shape, generator=generator, device=device, dtype=wide)
         return x.to(case.dtype).transpose(1, 3 - options.get("heads_dim", 1)).requires_grad_()
 
-    exponents = torch.arange(0, rotary_dim, 2, device=device) / rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=wide) / rotary_dim
     angles = torch.arange(num_rows, device=device)[:, None] * 10000.0**-exponents
     if not has_half_tables:
         is_interleaved = options.get("interleaved", False)

@@ -59,7 +59,8 @@ def examine(op: Op, trial: Trial, device: str) -> str:
             max(getattr(c, n) for c in codes) for n in ("registers", "spill_bytes")
         )
         kernels = plural(len(codes), "kernel")
-        remark(f"{arch}: {kernels}, at most {registers} registers and {spills} bytes of spills")
+        remark(f"{kernels}, {spills} bytes of spills" if spills else f"{kernels}, no spills")
+        remark(f"at most {registers} registers", arch)
     return ""
 
 
