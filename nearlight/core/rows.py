@@ -24,10 +24,9 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     Sums and means run along the last dimension; a row whose elements lie apart in memory costs a
     whole sector per element in a kernel, more than the copy does.
     """
-    width = tensor.shape[-1]
-    if width > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.contiguous()
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, width)
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -87,11 +87,6 @@ class RowNorm:
         """Names of the options in the kernels, forward and backward."""
         return [n.upper() for n in self.options], [n.upper() for n in self.backward_options]
 
-    @cached_property
-    def _passed_at(self) -> list[int]:
-        """Places of the backward's options among the arguments of the forward."""
-        return [len(self.inputs) + list(self.options).index(n) for n in self.backward_options]
-
     def forward(self, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         """Return y, the sum with a residual, and each statistic, (...) in accumulator dtype.
 
@@ -103,7 +98,7 @@ class RowNorm:
         outputs = self._forward_fake(x, *rest)
         if x.numel() == 0:
             return tuple(output.zero_() for output in outputs)
-        first = int(self.has_residual)
+        first = 1 if self.has_residual else 0
         last = first + len(self.parameters)
         x_rows = as_rows(x)
         rows, width = x_rows.shape
@@ -131,8 +126,9 @@ class RowNorm:
 
     def _forward_fake(self, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         y = _empty_like(x, dtype=rest[-1])
-        statistic = x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
-        statistics = statistic, *[torch.empty_like(statistic) for _ in self.statistics[1:]]
+        statistics = [x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))]
+        for _ in self.statistics[1:]:
+            statistics.append(torch.empty_like(statistics[0]))
         return (y, _empty_like(rest[0]), *statistics) if self.has_residual else (y, *statistics)
 
     def backward(self, dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -234,22 +230,36 @@ class RowNorm:
             fake=self._backward_fake,
             cost=self.backward_cost,
         )
-        num_residuals, nones = len(residual), [None] * (len(options) + 1)
+        first, last, nones = 1 + len(residual), len(self.inputs), [None] * (len(options) + 1)
+        passed_at = [last + list(options).index(name) for name in self.backward_options]
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+            normed, statistics = output[1] if residual else inputs[0], output[first:]
+            ctx.passed = [inputs[at] for at in passed_at]
+            if residual:
+                ctx.passed.append(inputs[0].dtype)
+            ctx.save_for_backward(normed, *inputs[first:last], *statistics)
+            ctx.mark_non_differentiable(*statistics)
+            ctx.set_materialize_grads(False)
 
         def differentiate(
             ctx: Any, dy: torch.Tensor | None, *others: torch.Tensor | None
         ) -> tuple[Any, ...]:
-            needs, others = ctx.needs_input_grad[: -len(nones)], others[:num_residuals]
-            gradients: Sequence[Any] = [None for _ in needs]
+            needs, dtotal = ctx.needs_input_grad[:last], others[: len(residual)]
+            gradients: Sequence[Any]
             if dy is not None:
                 saved = ctx.saved_tensors
-                gradients = backward_op(dy, *others, *saved, *ctx.passed, *needs)
-                if others and gradients[0].dtype == saved[0].dtype:
+                gradients = backward_op(dy, *dtotal, *saved, *ctx.passed, *needs)
+                if residual and gradients[0].dtype == saved[0].dtype:
                     gradients = gradients[0], gradients[0], *gradients[2:]
-            elif others and others[0] is not None:
-                gradients = others[0].to(ctx.passed[-1]), others[0], *gradients[2:]
-            pairs = zip(gradients, needs, strict=True)
-            return *[gradient if is_needed else None for gradient, is_needed in pairs], *nones
+            elif residual and dtotal[0] is not None:
+                gradients = dtotal[0].to(ctx.passed[-1]), *dtotal, *[None for _ in parameters]
+            else:
+                gradients = [None for _ in needs]
+            if False in needs:
+                pairs = zip(gradients, needs, strict=True)
+                gradients = [gradient if is_needed else None for gradient, is_needed in pairs]
+            return *gradients, *nones
 
         taken = ["Tensor x", *residual, *parameters, *options.values(), dtype]
         return register_op(
@@ -258,19 +268,8 @@ class RowNorm:
             fake=self._forward_fake,
             cost=self.forward_cost,
             backward=differentiate,
-            save=self._save,
+            save=save,
         )
-
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.passed = [inputs[at] for at in self._passed_at]
-        first, normed = 1, inputs[0]
-        if self.has_residual:
-            ctx.passed.append(normed.dtype)
-            first, normed = 2, output[1]
-        statistics = output[first:]
-        ctx.save_for_backward(normed, *inputs[first : len(self.inputs)], *statistics)
-        ctx.mark_non_differentiable(*statistics)
-        ctx.set_materialize_grads(False)
 
     def forward_cost(
         self, args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tensor]
