@@ -232,29 +232,27 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
         x = torch.randn(batch, tokens, count, width, generator=generator, device=device)
         return x.to(case.dtype).transpose(1, 3 - options.get("heads_dim", 1)).requires_grad_()
 
-    positions, parameters = torch.arange(num_rows, device=device), {}
-    if num_axes:  # tables of (B, S), as multimodal models have them
-        sizes = (num_axes, batch, tokens)
-        positions = torch.randint(0, 100, sizes, generator=generator, device=device)
-        share = rotary_dim // 2 // num_axes
-        parameters["mrope_section"] = [rotary_dim // 2 - share * (num_axes - 1)]
-        parameters["mrope_section"] += [share] * (num_axes - 1)
-    cos, sin = rope_tables(
-        rotary_dim,
-        positions,
-        parameters=parameters,
-        interleaved=options.get("interleaved", False) and not has_half_tables,
-        dtype=case.dtype,
-    )
-    if has_half_tables:
-        cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
+    exponents = torch.arange(0, rotary_dim, 2, device=device) / rotary_dim
+    angles = torch.arange(num_rows, device=device)[:, None] * 10000.0**-exponents
+    if not has_half_tables:
+        is_interleaved = options.get("interleaved", False)
+        angles = angles.repeat_interleave(2, 1) if is_interleaved else torch.cat([angles] * 2, 1)
     inputs = {"q": random_heads(case.shape["H"]), "k": random_heads(case.shape["HK"]), **options}
-    inputs |= {"cos": cos, "sin": sin}
+    inputs |= {"cos": angles.cos().to(case.dtype), "sin": angles.sin().to(case.dtype)}
     if "position_ids" in options:
         shape = (batch, tokens)  # negative ones too, as left padding gives them
         inputs["position_ids"] = torch.randint(
             -num_rows, num_rows, shape, generator=generator, device=device
         )
+    if num_axes:  # tables of (B, S), as multimodal models have them
+        sizes = (num_axes, batch, tokens)
+        positions = torch.randint(0, 100, sizes, generator=generator, device=device)
+        share = rotary_dim // 2 // num_axes
+        sections = [rotary_dim // 2 - share * (num_axes - 1)] + [share] * (num_axes - 1)
+        tables = rope_tables(
+            rotary_dim, positions, parameters={"mrope_section": sections}, dtype=case.dtype
+        )
+        inputs |= zip(("cos", "sin"), tables, strict=True)
     return inputs
 
 
