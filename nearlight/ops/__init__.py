@@ -28,7 +28,9 @@ from nearlight.ops.linear_cross_entropy import linear_cross_entropy as linear_cr
 from nearlight.ops.log_softmax import log_softmax as log_softmax
 from nearlight.ops.relu2 import relu2 as relu2
 from nearlight.ops.rms_norm import rms_norm as rms_norm
+from nearlight.ops.rope import packed_positions as packed_positions
 from nearlight.ops.rope import rope as rope
+from nearlight.ops.rope import rope_tables as rope_tables
 from nearlight.ops.silu import silu as silu
 from nearlight.ops.softmax import softmax as softmax
 from nearlight.ops.swiglu import swiglu as swiglu
@@ -40,7 +42,7 @@ OPS: dict[str, Op] = {
     if callable(value) and f"{__name__}.{name}" in sys.modules
 }
 
-__all__ = ["OPS", "explain", *OPS]
+__all__ = ["OPS", "explain", "packed_positions", "rope_tables", *OPS]
 
 
 def explain(op: str | Callable[..., Any], *args: Any, backend: str = "auto") -> Choice:
