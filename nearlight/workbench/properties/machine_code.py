@@ -16,8 +16,7 @@ from nearlight.workbench.trial import Trial
 
 # It is compiled where an op has builds for it; an op may refuse it.
 MAY_BE_REFUSED = "sm_75"
-# What the quick check compiles CUDA C++ for, each kernel in one dtype: without a GPU it says no more
-# of such an op.
+# What the quick check compiles CUDA C++ for: without a GPU it says no more of such an op.
 QUICK_ARCH = "sm_90"
 FIRST_OF_EACH = ", the first build of each kernel"
 
