@@ -64,10 +64,10 @@ def test_every_source_file_has_its_test():
     missing = []
     for path in SOURCES:
         inside = path.relative_to(PACKAGE)
-        if path.name.startswith("_") or lines(path) < 25:
+        if path.name.startswith("__") or lines(path) < 25:
             continue
         # A file of a folder of small pieces may be tested with the whole folder.
-        candidates = [ROOT / "tests" / inside.with_name(f"test_{inside.name}")]
+        candidates = [ROOT / "tests" / inside.with_name(f"test_{inside.name.removeprefix('_')}")]
         candidates += [
             ROOT / "tests" / folder.parent / f"test_{folder.name}.py"
             for folder in inside.parents

@@ -28,6 +28,10 @@ UNMEASURED = {
     *("linear_log_prob", "log_softmax"),
 }
 MEASURED = {name: op for name, op in OPS.items() if name not in UNMEASURED}
+# Cases of measured ops that came after their last run.
+UNMEASURED_CASES = {
+    "rope": ["B4 S8192 H28/4 D128 num_axes", "B1 S32768 H32/8 D128 position_ids"],
+}
 CHECKED = {*MEASURED, "adamw", "add_layer_norm", "dropout", "dropout_add", "log_softmax"}
 
 
@@ -35,6 +39,9 @@ def test_what_is_said_to_be_unmeasured_is_an_op_without_results():
     assert UNMEASURED <= OPS.keys()
     assert not [name for name in UNMEASURED if list(RESULTS.glob(f"*/bench-{name}.json"))]
     assert not [name for name in OPS.keys() - CHECKED if list(RESULTS.glob(f"*/check-{name}.json"))]
+    for name, cases in UNMEASURED_CASES.items():
+        assert set(cases) <= {case.name for case in OPS[name].cases}
+        assert not [row for row in load(f"bench-{name}.json")["rows"] if row["case"] in cases]
 
 
 # Holds a row that no commit of this repository measured, and says so.
@@ -84,6 +91,8 @@ def test_no_committed_data_names_a_place_on_somebodys_machine(path):
 def test_every_case_of_an_op_is_measured_beside_its_peers(name):
     rows = load(f"bench-{name}.json")["rows"]
     for case in OPS[name].cases:
+        if case.name in UNMEASURED_CASES.get(name, ()):
+            continue
         for direction in ("forward", "forward_backward"):
             found = {
                 row["implementation"]: row
@@ -152,7 +161,10 @@ def test_the_timer_sees_three_per_cent_and_nothing_in_itself():
 
 
 def test_short_kernels_are_timed_as_nsight_compute_times_them():
-    rows = load("tools-small.json")["rows"]
+    kept = load("tools-small.json")
+    rows = kept["rows"]
+    times = sorted(row["ncu_us"] for row in rows)
+    assert f"kernels of {times[0]:.1f} to {times[-1]:.1f} µs" in kept["answer"]
     assert all(3 <= row["ncu_us"] <= 10 for row in rows) and len(rows) >= 3
     assert max(abs(row["timer_us"] / row["ncu_us"] - 1) for row in rows) <= 0.10
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.autograd import forward_ad
 
 from nearlight.core import env
 
@@ -44,18 +45,31 @@ def choose(backend: str, tensor: torch.Tensor) -> Choice:
         return Choice(backend, "asked for by the call")
     if _forced != "auto":
         return Choice(_forced, "forced by NEARLIGHT_BACKEND or backend.force")
+    if tensor.is_cuda and forward_ad._current_level >= 0:
+        return Choice("reference", "inside torch.func.jvp or forward_ad, which kernels have not")
     if tensor.is_cuda:
         return Choice("triton", "CUDA tensor")
     return Choice("reference", f"{tensor.device.type} tensor: plain PyTorch is the fast way here")
 
 
 def use_triton(backend: str, tensor: torch.Tensor) -> bool:
-    """Return whether the call runs our kernel; cheap, traceable by torch.compile."""
+    """Return whether the call runs our kernel; cheap, traceable by torch.compile.
+
+    Raises:
+        NotImplementedError: our kernel is asked for inside forward-mode differentiation.
+        ValueError: an unknown backend.
+    """
     if backend == "auto":
         backend = _forced
     if backend == "auto":
-        return tensor.is_cuda
+        return tensor.is_cuda and forward_ad._current_level < 0
     _check(backend)
+    # Torch drops the tangents of what needs no gradient in an op of a library, and answers 0.
+    if backend == "triton" and forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "kernels have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
+            "forward_ad): use backend='reference' there, or 'auto', which takes it"
+        )
     return backend == "triton"
 
 

@@ -25,7 +25,8 @@ import torch
 
 from nearlight.core import compile_cache, launch
 from nearlight.core.cuda_arguments import Parameter, line_of, parameters, typed_arguments
-from nearlight.core.cuda_sources import has_macro_header, include_path, sources
+from nearlight.core.cuda_messages import at_source_lines
+from nearlight.core.cuda_sources import has_macro_header, include_path, source_of, sources
 from nearlight.core.versions import install_line
 
 # What every kernel is compiled with; part of the cache's key.
@@ -43,7 +44,6 @@ _NOT_OPTIONS = {
         "an edit of that file would go unnoticed; include the header in the .cu file",
     ),
 }
-_PTXAS_LINE = re.compile(r"ptxas application ptx input, line (\d+); ")
 
 # Devices by index whose context this thread has; afterwards torch's device guard changes it.
 _bound = threading.local()
@@ -98,7 +98,13 @@ class Kernel:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The kernel's parameters, read from its source."""
-        return parameters(sources(self.path)[self.path.name], self.name)
+        return parameters(source_of(self.path), self.name)
+
+    @property
+    def place(self) -> str:
+        """File and line of its declaration; the file alone where a macro or a header has it."""
+        line = line_of(source_of(self.path), self.name)
+        return f"{self.path}:{line}" if line else str(self.path)
 
     def compile(self, arch: str) -> Cubin:
         """Compile for an arch ("sm_90a"), or take the result from the cache; needs no GPU."""
@@ -136,9 +142,7 @@ class _Launcher:
         try:
             return typed_arguments(self.kernel.name, declared, args, device)
         except (TypeError, ValueError) as error:
-            path = self.kernel.path
-            line = line_of(sources(path)[path.name], self.kernel.name)
-            raise type(error)(f"{path}:{line}: {error}") from None
+            raise type(error)(f"{self.kernel.place}: {error}") from None
 
     def _launch(self, device: torch.device, args: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig
@@ -239,12 +243,15 @@ def compile_kernel(
             own, or a kernel that the file does not define exactly once.
     """
     _check_options(options)
-    return _compile_cached(Path(path), (name,), arch, defines, options)
+    return _compile_cached(Path(path), (name,), arch, defines, options, is_launched=True)
 
 
-def compile_file(path: Path, arch: str) -> Cubin:
-    """Compile all that a .cu file defines or instantiates; the code has no symbol of its own."""
-    return _compile_cached(Path(path), (), arch)
+def compile_file(path: Path, arch: str, name: str = "") -> Cubin:
+    """Compile all that a .cu file defines or instantiates, to be looked at and not launched.
+
+    With the name of a kernel the code has its symbol, wherever a macro or a header defines it.
+    """
+    return _compile_cached(Path(path), (name,) if name else (), arch)
 
 
 def _compile_cached(
@@ -253,11 +260,12 @@ def _compile_cached(
     arch: str,
     defines: Sequence[tuple[str, str]] = (),
     options: Sequence[tuple[str, Any]] = (),
+    is_launched: bool = False,
 ) -> Cubin:
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ValueError(f"arch={arch!r}: expected a name like sm_80, sm_90a or sm_120")
     texts = sources(path)
-    declared = parameters(texts[path.name], names[0]) if names else ()
+    declared = parameters(texts[path.name], names[0]) if is_launched else ()
     kept = [f.name for f in fields(Cubin)]
     settings = (names, arch, tuple(defines), tuple(options), sorted(_FIXED.items()), kept)
     entry = _cache_entry(texts, settings)
@@ -322,9 +330,8 @@ def _compile(
     except Exception as error:
         # cuda-core wraps NVRTC's log into exceptions of several types, by version.
         text = f"{error}\n{log}".replace("\0", "")
-        if _PTXAS_LINE.search(text):
-            text = _at_source_lines(text, _ptx(program))
-        raise CompileError(f"{path.name} does not compile for {arch}:\n{text}") from None
+        told = at_source_lines(text, path, _ptx(program) if "ptxas " in text else "")
+        raise CompileError(f"{path.name} does not compile for {arch}:\n{told}") from None
     symbol = compiled.symbol_mapping[names[0]] if names else ""
     return (
         bytes(compiled.code),
@@ -332,18 +339,6 @@ def _compile(
         str(log),
         _ptx(program),
     )
-
-
-def _at_source_lines(text: str, ptx: str) -> str:
-    """Return what ptxas says of lines of PTX as said of the source's, each message once."""
-    files = dict(re.findall(r'\.file\s+(\d+) "([^"]*)"', ptx))
-    lines = ptx.splitlines()
-
-    def place(found: re.Match[str]) -> str:
-        places = re.findall(r"\.loc\s+(\d+) (\d+)", "\n".join(lines[: int(found[1])]))
-        return f"{Path(files[places[-1][0]]).name}({places[-1][1]}): " if places else found[0]
-
-    return "\n".join(dict.fromkeys(_PTXAS_LINE.sub(place, text).splitlines()))
 
 
 def _ptx(program: Any) -> str:

@@ -18,6 +18,7 @@ _TEMPLATE = re.compile(
 _KERNEL = re.compile(
     r"__global__[^;{}(]*?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)[^;{}(]*?)?(\w+)\s*\("
 )
+_MACRO = re.compile(r"^[ \t]*#[ \t]*define\b(?:\\\n|[^\n])*", re.MULTILINE)
 _QUALIFIER = re.compile(
     r"\b(const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b|\[\[[^\]]*\]\]"
 )
@@ -79,6 +80,15 @@ class Parameter:
     is_pointer: bool
 
 
+@dataclass(frozen=True)
+class Template:
+    """A template of a kernel: "outer::copy", its "typename T, int N", and the line of the name."""
+
+    name: str
+    parameters: str
+    line: int
+
+
 def _code(source: str) -> str:
     """Return the source without what is no code, its lines where they were."""
     return NO_CODE.sub(lambda found: " " + "\n" * found[0].count("\n"), source)
@@ -97,6 +107,31 @@ def line_of(source: str, name: str) -> int:
     """Return the line of a kernel's last declaration; 0 where the source has no such kernel."""
     text = _code(source)
     return max((text.count("\n", 0, head.end()) + 1 for head in _heads(text, name)), default=0)
+
+
+def templates(source: str) -> list[Template]:
+    """Return the templates of kernels that the source leaves to be named, in their order."""
+    text = _code(_MACRO.sub(lambda macro: "\n" * macro[0].count("\n"), source))
+    found: dict[str, Template] = {}
+    for match in _KERNEL.finditer(text):
+        before, line = text[: match.start()], text.count("\n", 0, match.end()) + 1
+        header = _TEMPLATE.search(before)
+        is_instantiated = re.search(rf"\btemplate\s+(?!\s|<)[^;{{]*\b{match[1]}\s*<", text)
+        if header and header[1].strip() and not is_instantiated:
+            name = "::".join((*_namespaces(before), match[1]))
+            found.setdefault(name, Template(name, " ".join(header[1].split()), line))
+    return list(found.values())
+
+
+def _namespaces(before: str) -> list[str]:
+    """Return the named namespaces that are open at the end of a text."""
+    scopes: list[str] = []
+    for match in re.finditer(r"\bnamespace\s*([\w:]*)\s*\{|[{}]", before):
+        if match[0] == "}":
+            del scopes[-1:]
+        else:
+            scopes.append(match[1] or "")
+    return list(filter(None, scopes))
 
 
 def parameters(source: str, name: str) -> tuple[Parameter, ...]:

@@ -25,7 +25,12 @@ _MACRO_HEADER = re.compile(
 
 def include_path(path: Path) -> list[Path]:
     """Return the folders of `#include <...>` for a .cu file, in the order they are searched."""
-    return [INCLUDE, path.absolute().parent, _cuda_headers()]
+    return [INCLUDE, path.absolute().parent, *_package_folders()]
+
+
+def source_of(path: Path) -> str:
+    """Return the text of a .cu file, whatever bytes it holds."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def sources(path: Path) -> dict[str, str]:
@@ -39,7 +44,7 @@ def sources(path: Path) -> dict[str, str]:
         The file's own text by its name, then each header's by its absolute path.
     """
     folders = include_path(path)
-    found = {path.name: path.read_text(encoding="utf-8", errors="surrogateescape")}
+    found = {path.name: source_of(path)}
     waiting = [(folders[1], found[path.name])]
     while waiting:
         folder, text = waiting.pop()
@@ -52,6 +57,14 @@ def sources(path: Path) -> dict[str, str]:
                     found[str(file)] = content
                     waiting.append((file.parent, content))
     return found
+
+
+def own_sources(path: Path) -> dict[str, str]:
+    """Return the texts of a .cu file and of the headers in reach that no package brings."""
+    texts = sources(path)
+    foreign = tuple(os.path.realpath(folder) for folder in (INCLUDE, *_package_folders()))
+    own = {str(path): texts.pop(path.name)}
+    return own | {file: text for file, text in texts.items() if not file.startswith(foreign)}
 
 
 def has_macro_header(texts: dict[str, str]) -> bool:
@@ -68,6 +81,23 @@ def _read(file: Path) -> str | None:
 
 def _joined(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\\\n", "")
+
+
+def _package_folders() -> list[Path]:
+    library = libcudacxx()
+    return [_cuda_headers(), *([library] if library else [])]
+
+
+@lru_cache
+def libcudacxx() -> Path | None:
+    """Return the folder with cuda/std and cub, which cooperative groups need; None without."""
+    package = find_spec("nvidia")
+    for folder in (package and package.submodule_search_locations) or ():
+        for pattern in ("*/include/cccl", "*/include"):
+            for place in sorted(Path(folder).glob(pattern)):
+                if (place / "cuda" / "std" / "cmath").is_file():
+                    return place
+    return None
 
 
 @lru_cache

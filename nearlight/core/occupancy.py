@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nearlight.core.machine_code import MAX_SHARED_BYTES, capability_of
 
 _WARP_SIZE = 32
-_MAX_THREADS_PER_BLOCK = 1024
+MAX_THREADS_PER_BLOCK = 1024
 _MAX_REGISTERS_PER_THREAD = 256
 _REGISTERS_PER_SM = 65536
 _REGISTER_UNIT = 256  # registers are given to a warp in multiples of it
@@ -111,7 +111,7 @@ def occupancy(
     capability = capability_of(arch)
     sm = SMS[capability]
     warps = -(-num_threads // _WARP_SIZE)
-    fits = num_threads <= _MAX_THREADS_PER_BLOCK
+    fits = num_threads <= MAX_THREADS_PER_BLOCK
     limits = {
         "warps": sm.max_warps // warps if fits else 0,
         "registers": _blocks_by_registers(registers, warps),

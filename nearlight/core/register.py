@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain, count
 from typing import Any, NoReturn
 
 import torch
@@ -18,17 +19,20 @@ from nearlight.core.launch import is_describing
 
 # One library per op by qualified name, and the file that defined it.
 _libraries: dict[str, tuple[torch.library.Library, str]] = {}
-_is_replacing: ContextVar[bool] = ContextVar("is_replacing", default=False)
+_is_sparing: ContextVar[bool] = ContextVar("is_sparing", default=False)
 
 
 @contextmanager
-def replacing() -> Iterator[None]:
-    """Let a file define ops that another has defined, inside the block: those are gone then."""
-    token = _is_replacing.set(True)
+def sparing_others() -> Iterator[None]:
+    """Let a file be read beside others: inside the block an op whose name is taken gets another.
+
+    Torch knows one op by a name, and an op that is defined again is lost to whoever holds it.
+    """
+    token = _is_sparing.set(True)
     try:
         yield
     finally:
-        _is_replacing.reset(token)
+        _is_sparing.reset(token)
 
 
 def register_op(
@@ -46,7 +50,8 @@ def register_op(
         schema: "double_fwd(Tensor x) -> Tensor", in torch's schema language; or the name alone,
             where the annotations of `implementation` say the rest and it writes into no argument.
             Its namespace is `nearlight`, or another that stands before it ("mine::double_fwd").
-        implementation: what runs on CPU and CUDA tensors.
+        implementation: what runs on CPU and CUDA tensors; without a forward-mode derivative, of
+            which torch tells no op: `backend.use_triton` keeps calls away from it there.
         fake: takes the same arguments and returns empty outputs of the right shape, dtype, strides.
         cost: `(args, kwargs, outputs) -> Cost` with fewest bytes.
         backward: `(ctx, *upstream) -> a gradient or None per argument`; where it is left out, as
@@ -69,12 +74,13 @@ def register_op(
         schema = torch.library.infer_schema(implementation, mutates_args=(), op_name=schema)
     name = schema.partition("(")[0].strip()
     namespace, _, name = name.rpartition("::")
-    namespace = namespace or "nearlight"
+    definition = schema.removeprefix(f"{namespace}::")
+    namespace = _spared(namespace or "nearlight", name)
     qualified = f"{namespace}::{name}"
     file = sys._getframe(1).f_code.co_filename
     if qualified in _libraries:
         former, other = _libraries[qualified]
-        if other != file and not _is_replacing.get():
+        if other != file:
             raise ValueError(
                 f"{qualified} is defined in {other} and again in {file}; torch knows one op by a "
                 "name: give one of them another namespace"
@@ -82,7 +88,7 @@ def register_op(
         former._destroy()
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries[qualified] = library, file
-    library.define(schema.removeprefix(f"{namespace}::"), tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(definition, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         library.impl(name, implementation, device)
 
@@ -101,6 +107,14 @@ def register_op(
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=library)
     register_cost(qualified)(cost)
     return op
+
+
+def _spared(namespace: str, name: str) -> str:
+    """Return the namespace, or inside `sparing_others` one like it in which the name is free."""
+    if not _is_sparing.get():
+        return namespace
+    others = chain([namespace], (f"{namespace}_{number}" for number in count(2)))
+    return next(other for other in others if f"{other}::{name}" not in _libraries)
 
 
 def refuse_double_backward(op: str) -> NoReturn:

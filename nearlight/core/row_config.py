@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt
+from typing import Literal
 
 import torch
 import triton
 
 from nearlight.core.hardware import Gpu
+from nearlight.core.tuned import tunable
 
 # A row up to here is held in registers (with one sum beside it); a wider one is read twice.
 MAX_BLOCK = 16384
@@ -190,6 +193,45 @@ def backward_candidates(
                 reason if needed > allowed else "",
             )
     return found
+
+
+def tunable_config(
+    op: str, num_sums: int = 1, num_upstream: int = 1, elements_per_thread: int = 32
+) -> Callable[..., RowConfig]:
+    """Return the launch rule of a row-wise op, with its tuned rows before it.
+
+    Args:
+        op: its name.
+        num_sums: how many sums over the rows its backward holds.
+        num_upstream: how many upstream gradients that reads; the forward reads as many tensors.
+        elements_per_thread: of the forward, in rows that leave registers for so many.
+    """
+
+    def candidates(
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        gpu: Gpu | None,
+        direction: Literal["forward", "backward"],
+    ) -> dict[RowConfig, str]:
+        if direction == "forward":
+            return forward_candidates(shape, gpu)
+        return backward_candidates(shape, dtype, gpu, num_sums, num_upstream)
+
+    @tunable(op, candidates)
+    def config(
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        gpu: Gpu | None,
+        direction: Literal["forward", "backward"] = "forward",
+    ) -> RowConfig:
+        """Choose the launch for (rows, N) on a GPU, or for the interpreter where `gpu` is None."""
+        if direction == "backward":
+            return backward_config(shape, dtype, gpu, num_sums, num_upstream)
+        elements = elements_per_thread if shape[1] <= MAX_BLOCK // 2 else 32
+        # Of two wide rows registers hold half as much of each.
+        return forward_config(shape, gpu, elements, MAX_BLOCK // 2 // num_upstream)
+
+    return config
 
 
 def _block_m(rows: int, block_n: int, gpu: Gpu | None, tile_elements: int) -> int:

@@ -1,18 +1,12 @@
-"""What row-wise reductions share: tensors as rows, checks, launchers, sums over programs."""
+"""What row-wise reductions share: tensors as rows, checks, sums over programs."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from nearlight.core.launch import launch_gpu
-from nearlight.core.op import KernelBuild
-from nearlight.core.row_config import RowConfig
 from nearlight.core.triton import jit
 
 # Rows of one and two columns were seen to cancel exactly in plain PyTorch, where fused
@@ -30,16 +24,9 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     Sums and means run along the last dimension; a row whose elements lie apart in memory costs a
     whole sector per element in a kernel, more than the copy does.
     """
-    width = tensor.shape[-1]
-    if width > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.contiguous()
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, width)
-
-
-def row_shape(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (rows, N) of `as_rows(tensor)`, which is not empty."""
-    width = tensor.shape[-1]
-    return tensor.numel() // width, width
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -126,159 +113,3 @@ def column_sums(
     _column_sum_kernel[(count * triton.cdiv(width, block_n),)](
         partials, first, second, num_partials, N=width, BLOCK_P=32, BLOCK_N=block_n
     )
-
-
-@jit
-def add_residual(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
-    x, residual_ptr, sum_ptr, row, cols, stride_residual, N: tl.constexpr, mask, ACC: tl.constexpr
-):
-    """Return x plus the residual, rounded as it is stored in the sum."""
-    total = x + tl.load(residual_ptr + row * stride_residual + cols, mask, other=0.0).to(ACC)
-    total = total.to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * N + cols, total, mask)
-    return total.to(ACC)
-
-
-@jit
-def store_dx(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
-    dx,
-    dx_ptr,
-    dsum_ptr,
-    dresidual_ptr,
-    rows,
-    cols,
-    stride_dsum,
-    N: tl.constexpr,
-    mask,
-    ACC: tl.constexpr,
-):
-    """Add the gradient of the sum, where there is one, and store in the dtypes asked for."""
-    if dsum_ptr is not None:
-        dsum_at = rows[:, None] * stride_dsum + cols[None, :]
-        dx += tl.load(dsum_ptr + dsum_at, mask, other=0.0).to(ACC)
-    tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx, mask)
-    if dresidual_ptr is not None:
-        tl.store(dresidual_ptr + rows[:, None] * N + cols[None, :], dx, mask)
-
-
-def row_forward(
-    kernels: tuple[Any, Any],
-    chosen: RowConfig,
-    x: torch.Tensor,
-    parameters: Sequence[torch.Tensor | None],
-    outputs: Sequence[torch.Tensor],
-    residual: torch.Tensor | None = None,
-    summed: torch.Tensor | None = None,
-    **constants: Any,
-) -> None:
-    """Launch the forward pass of a row-wise op.
-
-    Args:
-        kernels: for rows that fit into a tile, and for wider ones. Arguments: x, parameters,
-            outputs, residual and sum, the row strides of x and residual; number of rows for the
-            first.
-        chosen: the launch.
-        x: (..., N), not empty.
-        parameters: (N,) each, or None.
-        outputs: contiguous; y and what the backward needs of each row.
-        residual: (..., N) added to x before all else, or None.
-        summed: (..., N), contiguous, receives that sum.
-        constants: compile-time constants beyond N, ACC and the tile's.
-    """
-    x_rows = as_rows(x)
-    rows, width = x_rows.shape
-    residual_rows = None if residual is None else as_rows(residual)
-    strides = x_rows.stride(0), None if residual_rows is None else residual_rows.stride(0)
-    tensors = x_rows, *map(_contiguous, parameters), *outputs, residual_rows, summed, *strides
-    constants |= {"N": width, "ACC": triton_accumulator(x.dtype), "BLOCK_N": chosen.block_n}
-    constants["num_warps"] = chosen.num_warps
-    if chosen.block_n < width:
-        kernels[1][(rows,)](*tensors, NUM_STAGES=chosen.num_stages, **constants)
-    else:
-        kernels[0][(chosen.num_programs,)](*tensors, rows, BLOCK_M=chosen.block_m, **constants)
-
-
-def row_backward(
-    kernels: tuple[Any, Any],
-    chosen: RowConfig,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    statistics: Sequence[torch.Tensor],
-    dx: torch.Tensor | None,
-    sums: Sequence[torch.Tensor | None],
-    dsummed: torch.Tensor | None = None,
-    dresidual: torch.Tensor | None = None,
-    **constants: Any,
-) -> None:
-    """Launch the backward pass of a row-wise op; gradients that are None are not computed.
-
-    Args:
-        kernels: the pass itself, and the one before it that projects rows too wide for a tile.
-            Arguments: dy, x, weight, statistics, projections (or None), then for the first dx,
-            a partial sum per parameter, dsummed, dresidual; the row strides of dy and x, for the
-            first of dsummed and the number of rows.
-        chosen: the launch.
-        dy: (..., N).
-        x: (..., N), not empty.
-        weight: (N,) or None.
-        statistics: of each row, as the forward wrote them; a row has as many projections.
-        dx: (..., N), contiguous, to be written.
-        sums: (N,), gradients of the parameters, to be written.
-        dsummed: (..., N), what else flows into x, added to its gradient; or None.
-        dresidual: (..., N), contiguous, receives that gradient in its own dtype; or None.
-        constants: compile-time constants beyond N, ACC, HOLD and the tile's.
-    """
-    dy_rows, x_rows = as_rows(dy), as_rows(x)
-    rows, width = x_rows.shape
-    acc = accumulator(x.dtype)
-    constants |= {"N": width, "ACC": triton_accumulator(x.dtype), "BLOCK_N": chosen.block_n}
-    constants |= {"NUM_STAGES": chosen.num_stages, "num_warps": chosen.num_warps}
-    tensors = dy_rows, x_rows, _contiguous(weight), *statistics
-    strides = dy_rows.stride(0), x_rows.stride(0)
-    projections = None
-    if dx is not None and chosen.block_n < width:
-        projections = torch.empty(len(statistics), rows, dtype=acc, device=x.device)
-        kernels[1][(rows,)](*tensors, projections, *strides, **constants)
-    dsummed_rows = None if dsummed is None else as_rows(dsummed)
-    needed = [gradient for gradient in sums if gradient is not None]
-    partials = torch.empty(len(needed), chosen.num_programs, width, dtype=acc, device=x.device)
-    places = iter([partials] if len(needed) == 1 else partials)
-    kernels[0][(chosen.num_programs * triton.cdiv(width, chosen.block_n),)](
-        *tensors,
-        projections,
-        dx,
-        *(None if gradient is None else next(places) for gradient in sums),
-        dsummed_rows,
-        dresidual,
-        *strides,
-        None if dsummed_rows is None else dsummed_rows.stride(0),
-        rows,
-        BLOCK_M=chosen.block_m,
-        HOLD=chosen.holds_parameters,
-        **constants,
-    )
-    if needed:
-        column_sums(partials, *needed)
-
-
-def _contiguous(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return None if parameter is None else parameter.contiguous()
-
-
-def with_budgets(builds: Sequence[KernelBuild], forward_registers: int) -> list[KernelBuild]:
-    """Give the kernels of a row-wise op the registers they may take, by their names.
-
-    Args:
-        builds: what the op launches.
-        forward_registers: of a forward kernel with 32 elements per thread; more elements get more.
-    """
-
-    def budget(build: KernelBuild) -> int:
-        threads = 32 * build.num_warps
-        if "_bwd_" in build.kernel.fn.__name__:  # a program of any size must find room on an SM
-            return min(144, 65536 // threads)
-        elements = build.constants.get("BLOCK_M", 1) * build.constants["BLOCK_N"]
-        return forward_registers * max(1, elements // (32 * threads))
-
-    return [replace(build, max_registers=budget(build)) for build in builds]

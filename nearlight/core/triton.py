@@ -21,9 +21,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 
 from nearlight.core import compile_cache, interpreter, launch, machine_code
+from nearlight.core.cuda_messages import at_source_lines
 from nearlight.core.machine_code import MachineCode
 
 if TYPE_CHECKING:
@@ -239,15 +241,20 @@ def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: s
         # ptxas tells its -v log only while it runs
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(
-            source,
-            target=GPUTarget("cuda", capability, 32),
-            options={
-                "num_warps": build.num_warps,
-                "num_stages": build.num_stages,
-                "enable_fp_fusion": build.enable_fp_fusion,
-            },
-        )
+        try:
+            compiled = triton.compile(
+                source,
+                target=GPUTarget("cuda", capability, 32),
+                options={
+                    "num_warps": build.num_warps,
+                    "num_stages": build.num_stages,
+                    "enable_fp_fusion": build.enable_fp_fusion,
+                },
+            )
+        except PTXASError as error:
+            ptx = "//" + log.getvalue().partition("\n//")[2]  # which Triton has printed
+            path = Path(build.kernel.fn.__code__.co_filename)
+            raise PTXASError("\n" + at_source_lines(str(error), path, ptx)) from None
     return machine_code.read(
         compiled.asm["cubin"],
         log.getvalue(),

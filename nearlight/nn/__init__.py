@@ -6,7 +6,7 @@ from nearlight.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from nearlight.nn.llama import Llama, LlamaConfig
 from nearlight.nn.patch import Patched, is_patched, patch, unpatch
 from nearlight.nn.rms_norm import RMSNorm
-from nearlight.nn.rope import Llama3Scaling, RotaryEmbedding
+from nearlight.nn.rope import RotaryEmbedding
 from nearlight.nn.swiglu import SwiGLUMLP
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "Llama",
-    "Llama3Scaling",
     "LlamaConfig",
     "Patched",
     "RMSNorm",

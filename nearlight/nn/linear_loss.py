@@ -27,6 +27,9 @@ from torch import nn
 from nearlight import ops
 from nearlight.nn.hooks import hook_in_the_way
 
+# What transformers computes as ForCausalLMLoss, too.
+_SAME_LOSS = ("ForConditionalGeneration",)
+
 
 class _Call:
     """One running forward: the head that keeps its input (None: nothing is fused) and the input."""
@@ -108,7 +111,7 @@ def _needs_logits(model: Any) -> bool:
         not getattr(type(head), "keeps_input", False)
         or "forward" in head.__dict__
         or "_loss_function" in model.__dict__
-        or getattr(model, "loss_type", None) not in (None, "ForCausalLM")
+        or getattr(model, "loss_type", None) not in (None, "ForCausalLM", *_SAME_LOSS)
         or hook_in_the_way(head, is_called=True) != ""
     )
 

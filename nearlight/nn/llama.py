@@ -16,7 +16,7 @@ from torch import nn
 
 from nearlight import ops
 from nearlight.nn.rms_norm import RMSNorm
-from nearlight.nn.rope import Llama3Scaling, RotaryEmbedding
+from nearlight.nn.rope import RotaryEmbedding
 from nearlight.nn.swiglu import SwiGLUMLP
 
 
@@ -33,7 +33,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Mapping[str, Any] | None = None
     has_attention_bias: bool = False
     has_mlp_bias: bool = False
     is_tied: bool = False
@@ -49,12 +49,11 @@ class LlamaConfig:
         for name, found, allowed in (
             ("model_type", config.model_type, ("llama",)),
             ("hidden_act", config.hidden_act, ("silu",)),
-            ("rope_type", rope["rope_type"], ("default", "llama3")),
+            ("rope_type", rope["rope_type"], ("default", "linear", "yarn", "llama3")),
         ):
             if found not in allowed:
                 raise ValueError(f"{name}={found!r}: Llama here knows {', '.join(allowed)}")
-        names = Llama3Scaling.__dataclass_fields__
-        is_scaled = rope["rope_type"] == "llama3"
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -65,7 +64,7 @@ class LlamaConfig:
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
             rope_theta=rope["rope_theta"],
-            rope_scaling=Llama3Scaling(**{n: rope[n] for n in names}) if is_scaled else None,
+            rope_scaling=None if rope["rope_type"] == "default" else scaling,
             has_attention_bias=config.attention_bias,
             has_mlp_bias=config.mlp_bias,
             is_tied=config.tie_word_embeddings,
@@ -146,10 +145,7 @@ class Llama(nn.Module):
         with torch.device("meta"):  # no time for random weights that are replaced at once
             llama = cls(config)
         llama.load_state_dict({name: w.clone() for name, w in weights.items()}, assign=True)
-        device = llama.embed_tokens.weight.device
-        llama.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.rope_scaling
-        ).to(device)
+        llama.rotary_emb.to(llama.embed_tokens.weight.device)  # its numbers were made all the same
         if config.is_tied:
             llama.lm_head.weight = llama.embed_tokens.weight
         return llama.train(model.training)

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from nearlight import ops
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """How Llama 3.1 and later stretch long waves (arXiv:2407.21783): `rope_type` "llama3"."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def apply(self, inv_freq: torch.Tensor) -> torch.Tensor:
-        """Return the scaled frequencies: long waves divided, short kept, between interpolated."""
-        low, high = self.low_freq_factor, self.high_freq_factor
-        turns = self.original_max_position_embeddings / (2 * math.pi / inv_freq)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * inv_freq / self.factor + kept * inv_freq
+from nearlight.ops.rope.tables import rope_frequencies
 
 
 class RotaryEmbedding(nn.Module):
     """Turn pairs of channels of q and k by angles that grow with the position (arXiv:2104.09864).
 
     Channel i is paired with channel i + rotary_dim / 2, as in Llama; nothing is in the state dict.
+    The frequencies lie on the module's device, so a CUDA graph may hold the whole of it.
 
     Args:
         rotary_dim: how many leading channels of a head turn.
         theta: base of the wave lengths.
-        scaling: of the frequencies for long contexts, None for none.
+        scaling: of the frequencies for long contexts: the rope_type "linear", "yarn" or "llama3"
+            and its keys, as in `nearlight.ops.rope_tables`; None for none.
 
     Raises:
-        ValueError: rotary_dim is odd or not positive.
+        ValueError: rotary_dim is odd or not positive, or the scaling does not fit, or goes by the
+            positions or several axes of them: `nearlight.ops.rope_tables` has these.
 
     Example:
         >>> q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 3, 8)
@@ -47,21 +34,27 @@ class RotaryEmbedding(nn.Module):
         [(1, 2, 3, 8), (1, 1, 3, 8)]
     """
 
-    inv_freq: torch.Tensor
+    inv_freq_bits: torch.Tensor
 
     def __init__(
-        self, rotary_dim: int, theta: float = 10_000.0, scaling: Llama3Scaling | None = None
+        self, rotary_dim: int, theta: float = 10_000.0, scaling: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
-        if rotary_dim <= 0 or rotary_dim % 2:
+        self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, dict(scaling or {})
+        if there := self.scaling.keys() & {"rope_theta", "partial_rotary_factor", "mrope_section"}:
             raise ValueError(
-                f"rotary_dim={rotary_dim}: channels turn in pairs, give an even number"
+                f"scaling holds {', '.join(sorted(there))}: give RotaryEmbedding theta and, as "
+                "rotary_dim, the channels that turn; tables for several axes are made by "
+                "nearlight.ops.rope_tables"
             )
-        self.rotary_dim, self.theta = rotary_dim, theta
-        inv_freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-        if scaling is not None:
-            inv_freq = scaling.apply(inv_freq)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        inv_freq, self.attention_factor = rope_frequencies(rotary_dim, theta, self.scaling)
+        # Bits, so that the model's `.to(dtype)` moves them and does not round them.
+        self.register_buffer("inv_freq_bits", inv_freq.view(torch.int32), persistent=False)
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """Angle per position of each pair, (rotary_dim / 2,), fp32 whatever the model's dtype."""
+        return self.inv_freq_bits.view(torch.float32)
 
     def tables(
         self, position_ids: torch.Tensor, dtype: torch.dtype
@@ -70,9 +63,10 @@ class RotaryEmbedding(nn.Module):
 
         Angles are computed in fp32 whatever the model's dtype: bf16 has no room for positions.
         """
-        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = position_ids[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        factor = self.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
@@ -83,4 +77,5 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
-        return f"{self.rotary_dim}, theta={self.theta}"
+        scaling = f", {self.scaling['rope_type']}" if "rope_type" in self.scaling else ""
+        return f"{self.rotary_dim}, theta={self.theta}{scaling}"

@@ -234,6 +234,22 @@ def _decoder(
     return _family(module, prefix, RMSNorm=norm, Attention=_ROPE, ForCausalLM=loss, **mlp)
 
 
+def _vision_language(module: str, prefix: str, text: str, mlp: str) -> dict[str, Row]:
+    """Return the rows of a text tower and its head; norms of the vision tower are torch's or its.
+
+    Args:
+        module: file of the model.
+        prefix: of the classes of the whole.
+        text: prefix of the text tower's norm and attention.
+        mlp: prefix of its feed-forward block.
+    """
+    return {
+        **_family(module, prefix, ForConditionalGeneration=_LOSS),
+        **_family(module, text, RMSNorm=_LLAMA_NORM, Attention=_ROPE),
+        **_family(module, mlp, **_MLP),
+    }
+
+
 _GEMMA_LOSS = _loss(softcap="final_logit_softcapping")
 
 TABLE: dict[str, Row] = {
@@ -248,6 +264,10 @@ TABLE: dict[str, Row] = {
     **_decoder("qwen3_moe", "Qwen3Moe", mlp=_MLP | _EXPERTS),
     **_decoder("gemma2", "Gemma2", norm=_GEMMA_NORM, loss=_GEMMA_LOSS),
     **_decoder("gemma3", "Gemma3", norm=_GEMMA_NORM, loss=_GEMMA_LOSS),
+    **_vision_language("qwen2_vl", "Qwen2VL", text="Qwen2VL", mlp="Qwen2"),
+    **_vision_language("qwen2_5_vl", "Qwen2_5_VL", text="Qwen2_5_VL", mlp="Qwen2"),
+    **_family("qwen2_5_vl", "Qwen2_5_VL", **_MLP),  # of its vision tower
+    **_vision_language("qwen3_vl", "Qwen3VL", text="Qwen3VLText", mlp="Qwen3VLText"),
     **_family("gpt2", "GPT2", LMHeadModel=_LOSS, MLP=_no_op_yet("a GELU MLP")),
     "torch.nn.modules.normalization.RMSNorm": Row(
         "rms_norm", lambda base: {"forward": _torch_rms_norm_forward}, _torch_norm_why_not

@@ -2,6 +2,9 @@
 
 The imports are eager because a function and its module share a name: once a submodule has been
 imported, only an assignment after it leaves the function under that name.
+
+Each op has a gradient by its kernel, and forward-mode derivatives (`torch.func.jvp`, `jacfwd`,
+`hessian`) by plain PyTorch alone: `backend="auto"` takes it there, a kernel asked for is refused.
 """
 
 import sys
@@ -26,7 +29,9 @@ from nearlight.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from nearlight.ops.log_softmax import log_softmax as log_softmax
 from nearlight.ops.relu2 import relu2 as relu2
 from nearlight.ops.rms_norm import rms_norm as rms_norm
+from nearlight.ops.rope import packed_positions as packed_positions
 from nearlight.ops.rope import rope as rope
+from nearlight.ops.rope import rope_tables as rope_tables
 from nearlight.ops.silu import silu as silu
 from nearlight.ops.softmax import softmax as softmax
 from nearlight.ops.swiglu import swiglu as swiglu
@@ -38,7 +43,7 @@ OPS: dict[str, Op] = {
     if callable(value) and f"{__name__}.{name}" in sys.modules
 }
 
-__all__ = ["OPS", "explain", *OPS]
+__all__ = ["OPS", "explain", "packed_positions", "rope_tables", *OPS]
 
 
 def explain(op: str | Callable[..., Any], *args: Any, backend: str = "auto") -> Choice:

@@ -74,7 +74,8 @@ def rows_of(
     batch, width = case.shape.get("batch", 1), case.shape["N"]
     rows = batch * case.shape["rows"]
     kind = torch.arange(rows, device=device) % len(scales)
-    values = torch.randn(rows, width, generator=generator, device=device)
+    wide = torch.promote_types(case.dtype, torch.float32)
+    values = torch.randn(rows, width, generator=generator, device=device, dtype=wide)
     values *= torch.tensor(scales, device=device)[kind, None]
     values = (values + torch.tensor(means, device=device)[kind, None]).to(case.dtype)
     return values.unflatten(0, (batch, -1)) if "batch" in case.shape else values

@@ -15,7 +15,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     rows, hidden, vocab = (case.shape[name] for name in ("BT", "H", "V"))
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        return torch.randn(*shape, device=device, generator=generator, dtype=wide)
 
     weight = normal(vocab, hidden) / max(hidden, 1) ** 0.5
     labels = torch.randint(vocab, (rows,), device=device, generator=generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Literal
 
@@ -10,7 +9,6 @@ import torch
 
 from nearlight.core.hardware import Gpu
 from nearlight.core.row_config import MAX_BLOCK, RowConfig, forward_candidates, forward_config
-from nearlight.core.tuned import tunable
 
 Direction = Literal["forward", "backward"]
 # Elements of a thread of a row held, with one or two tensors read.
@@ -23,7 +21,7 @@ BYTES_OF_8_WARPS = 2**17
 def candidates(
     shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None, direction: Direction
 ) -> dict[RowConfig, str]:
-    """Return the launches worth a try, each with "" or why it cannot run; see `tunable_config`."""
+    """Return the launches worth a try, each with "" or why it cannot run; see `config`."""
     rows, width = shape
     if gpu is None or width <= MAX_BLOCK:
         return forward_candidates(shape, gpu)
@@ -34,24 +32,18 @@ def candidates(
     }
 
 
-def tunable_config(op: str) -> Callable[..., RowConfig]:
-    """Return the launch rule of one op, with the tuned rows of that op before it."""
-
-    @tunable(op, candidates)
-    def config(
-        shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None, direction: Direction
-    ) -> RowConfig:
-        """Choose the launch for (rows, N), or for the interpreter where `gpu` is None."""
-        rows, width = shape
-        if gpu is None or width <= MAX_BLOCK:
-            return forward_config(shape, gpu, HELD_ELEMENTS[direction])
-        read_bytes = width * dtype.itemsize * (1 + (direction == "backward"))
-        num_warps = 8 if read_bytes <= BYTES_OF_8_WARPS else 16
-        if read_bytes > 2 * BYTES_OF_8_WARPS:  # one program per SM
-            num_warps = 32
-        vectors = 4 if num_warps < 32 else 2  # of 16 bytes per thread, of all that is read
-        if direction == "backward":
-            vectors //= 2
-        return RowConfig(1, 32 * num_warps * vectors * 16 // dtype.itemsize, num_warps, 1, rows)
-
-    return config
+def config(
+    shape: tuple[int, int], dtype: torch.dtype, gpu: Gpu | None, direction: Direction
+) -> RowConfig:
+    """Choose the launch for (rows, N), or for the interpreter where `gpu` is None."""
+    rows, width = shape
+    if gpu is None or width <= MAX_BLOCK:
+        return forward_config(shape, gpu, HELD_ELEMENTS[direction])
+    read_bytes = width * dtype.itemsize * (1 + (direction == "backward"))
+    num_warps = 8 if read_bytes <= BYTES_OF_8_WARPS else 16
+    if read_bytes > 2 * BYTES_OF_8_WARPS:  # one program per SM
+        num_warps = 32
+    vectors = 4 if num_warps < 32 else 2  # of 16 bytes per thread, of all that is read
+    if direction == "backward":
+        vectors //= 2
+    return RowConfig(1, 32 * num_warps * vectors * 16 // dtype.itemsize, num_warps, 1, rows)

@@ -63,7 +63,8 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     rows, width = case.shape["rows"], case.shape["N"]
     options = dict(case.options)
     kind_of_mask = options.pop("mask", "none")
-    x = torch.randn(rows, width, device=device, generator=generator)
+    wide = torch.promote_types(case.dtype, torch.float32)
+    x = torch.randn(rows, width, device=device, generator=generator, dtype=wide)
     kind = torch.arange(rows, device=device)[:, None] % 5
     x *= torch.tensor([1.0, 1.0, 1e-3, 30.0, 1.0], device=device)[kind]
     x[:, :1] += 12.0 * (kind == 1)
@@ -74,7 +75,7 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     if kind_of_mask == "bool":
         inputs["mask"] = keep
     elif kind_of_mask == "additive":
-        bias = torch.randn(rows, width, device=device, generator=generator)
+        bias = torch.randn(rows, width, device=device, generator=generator, dtype=wide)
         inputs["mask"] = bias.masked_fill(~keep, -torch.inf).to(case.dtype)
     elif kind_of_mask == "row":
         inputs["mask"] = keep[:1]

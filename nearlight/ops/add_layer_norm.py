@@ -16,9 +16,10 @@ import torch
 
 from nearlight.core.backend import use_triton
 from nearlight.core.op import Extreme, Inputs, Op
-from nearlight.core.row_config import MAX_BLOCK
+from nearlight.core.row_config import MAX_BLOCK, tunable_config
 from nearlight.core.rows import check_rows
-from nearlight.ops._residual import WIDE, ResidualNorm, case_of, check_residual, tunable_config
+from nearlight.ops._add_residual import WIDE, check_residual
+from nearlight.ops._row_norm import RowNorm, case_of
 from nearlight.ops.layer_norm import kernels as layer
 from nearlight.ops.layer_norm import output_dtype
 from nearlight.ops.layer_norm import reference as layer_norm_reference
@@ -38,8 +39,8 @@ def reference(
     return layer_norm_reference(total, weight, bias, eps).to(output_dtype(x)), total
 
 
-config = tunable_config("add_layer_norm", num_sums=2)
-kernels = ResidualNorm(
+config = tunable_config("add_layer_norm", num_sums=2, num_upstream=2)
+norm = RowNorm(
     "add_layer_norm",
     config,
     (layer._layer_norm_fwd_kernel, layer._layer_norm_fwd_wide_kernel),
@@ -49,8 +50,11 @@ kernels = ResidualNorm(
     options={"eps": 1e-5},
     backward_options=(),
     flops=(8, 14),
+    shapes=((16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)),
+    forward_registers=104,
+    has_residual=True,
 )
-_forward_op = kernels.register()
+_forward_op = norm.register()
 
 
 def add_layer_norm(
@@ -112,7 +116,7 @@ OP = Op(
     name="add_layer_norm",
     function=add_layer_norm,
     reference=reference,
-    make_inputs=kernels.make_inputs,
+    make_inputs=norm.make_inputs,
     cases=[
         *(case_of(16384, width) for width in (768, 2880, 4096, 8192)),
         case_of(16384, 4096, **WIDE),
@@ -127,10 +131,10 @@ OP = Op(
         case_of(1, MAX_BLOCK + 1, torch.float32),
         case_of(2, 70_000, **WIDE),
     ],
-    cost=kernels.cost_of,
-    extra_bytes=kernels.extra_bytes_of,
+    cost=norm.cost_of,
+    extra_bytes=norm.extra_bytes_of,
     peers={"torch": _torch_peer},
-    builds=kernels.builds,
+    builds=norm.builds,
     extremes=[
         Extreme("mean 30, std 0.03", case_of(3, 257, torch.float32), _large_mean),
         Extreme("mean 30, std 0.03, wide", case_of(2, 70_000, torch.float32), _large_mean),

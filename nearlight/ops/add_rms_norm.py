@@ -17,9 +17,10 @@ import torch.nn.functional as F
 
 from nearlight.core.backend import use_triton
 from nearlight.core.op import Op
-from nearlight.core.row_config import MAX_BLOCK
+from nearlight.core.row_config import MAX_BLOCK, tunable_config
 from nearlight.core.rows import check_rows
-from nearlight.ops._residual import WIDE, ResidualNorm, case_of, check_residual, tunable_config
+from nearlight.ops._add_residual import WIDE, check_residual
+from nearlight.ops._row_norm import RowNorm, case_of
 from nearlight.ops.rms_norm import CASTINGS, check_options, roundings
 from nearlight.ops.rms_norm import kernels as rms
 from nearlight.ops.rms_norm import reference as rms_norm_reference
@@ -50,8 +51,8 @@ def reference(
     return (y * (offset + weight.to(y.dtype))).to(dtype), total
 
 
-config = tunable_config("add_rms_norm", num_sums=1)
-kernels = ResidualNorm(
+config = tunable_config("add_rms_norm", num_sums=1, num_upstream=2)
+norm = RowNorm(
     "add_rms_norm",
     config,
     (rms._rms_norm_fwd_kernel, rms._rms_norm_fwd_wide_kernel),
@@ -61,8 +62,11 @@ kernels = ResidualNorm(
     options={"eps": 1e-6, "offset": 0.0, "round": True},
     backward_options=("offset",),
     flops=(5, 10),
+    shapes=((16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)),
+    forward_registers=104,
+    has_residual=True,
 )
-_forward_op = kernels.register()
+_forward_op = norm.register()
 
 
 def add_rms_norm(
@@ -135,7 +139,7 @@ OP = Op(
     name="add_rms_norm",
     function=add_rms_norm,
     reference=reference,
-    make_inputs=kernels.make_inputs,
+    make_inputs=norm.make_inputs,
     cases=[
         *(case_of(16384, width) for width in (2880, 4096, 7168, 8192)),
         case_of(16384, 4096, **WIDE),
@@ -152,8 +156,8 @@ OP = Op(
         case_of(2, 70_000, **WIDE),
     ],
     large_cases=[case_of(600_000, 4096)],
-    cost=kernels.cost_of,
-    extra_bytes=kernels.extra_bytes_of,
+    cost=norm.cost_of,
+    extra_bytes=norm.extra_bytes_of,
     peers={"torch": _torch_peer, "liger": _liger_peer},
-    builds=kernels.builds,
+    builds=norm.builds,
 )

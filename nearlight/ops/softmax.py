@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from nearlight.core.backend import use_triton
+from nearlight.core.tuned import tunable
 from nearlight.ops import _softmax, _softmax_config, _softmax_record
 
 __all__ = ["OP", "config", "reference", "softmax"]
@@ -27,7 +28,7 @@ def reference(
     return _softmax_record.reference(x, scale, mask, is_log=False)
 
 
-config = _softmax_config.tunable_config("softmax")
+config = tunable("softmax", _softmax_config.candidates)(_softmax_config.config)
 _forward_op = _softmax.register("softmax", config, is_log=False)
 
 

@@ -6,11 +6,9 @@ prints goes to stderr. This side loads neither torch nor the user's file.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import re
-import resource
 import select
 import signal
 import subprocess
@@ -18,31 +16,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nearlight.core.errors import BadInput, MissingPart
-from nearlight.core.progress import Progress, silent
+from nearlight.core.progress import Progress, show_current, silent
 from nearlight.core.report import Report
 from nearlight.core.user_code import is_own
-from nearlight.workbench.check_report import Header, Row, as_report
+from nearlight.workbench.check_report import Header, Row, as_report, first_of_cause
 
+CHILD = "nearlight.workbench.child"
 # Until the op is loaded: torch, triton, the user's file and all that it imports.
 START_SECONDS = 300.0
 # How long a trial may take once one has hung.
 AFTER_HANG_SECONDS = 10.0
 _HUNG = "did not finish"
 # No code raises these signals by itself: the system, short of memory, or somebody has sent them.
-_KILLED = {-number: f"was killed by {number.name}" for number in (signal.SIGKILL, signal.SIGTERM)}
+_OUTSIDE = "was killed by"
+_KILLED = {-number: f"{_OUTSIDE} {number.name}" for number in (signal.SIGKILL, signal.SIGTERM)}
 # What one trial may take on top: a compiler is at work, or a tool with a time limit of its own.
 EXTRA_SECONDS = {"torch": 120.0, "machine code": 300.0, "sanitizer": 300.0}
 EXTRA_SECONDS_ON_GPU = 60.0
+# What ends here was not a write beyond a tensor: guard zones would have taken that.
+GUARDED = ("values", "layouts", "shapes", "extremes", "poison")
+# The inputs that end a process are made smaller in no more time than this.
+SMALLER_SECONDS = 60.0
 _POLL_SECONDS = 0.25
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _ERRORS = {error.__name__: error for error in (BadInput, MissingPart)}
 # Set in the child: a file that checks itself while it is imported would never come to an end.
-_is_child = False
+is_child = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,34 @@ class _Limits:
 
 
 @dataclass
+class _Smaller:
+    """An input that ended a process, while it is made smaller: each that ends one takes a child.
+
+    Attributes:
+        prop: the property that it broke.
+        first: what runs the first such input again.
+        line, mark, ending: of the smallest so far.
+        tried: what ran the smaller inputs that need not run again.
+    """
+
+    prop: str
+    first: str
+    line: str
+    mark: Mapping[str, Any]
+    ending: str
+    tried: list[str] = field(default_factory=list)
+
+    def asked(self) -> dict[str, Any]:
+        sizes = self.mark["shape"]
+        return {"prop": self.prop, "line": self.first, "sizes": sizes, "tried": self.tried}
+
+
+def _kind(ending: str) -> str:
+    """Return how a process ended, without where and when."""
+    return re.sub(r" at .*| in [\d.]+ s\b", "", ending)
+
+
+@dataclass
 class _Told:
     """What the children of one check have told so far.
 
@@ -71,6 +103,10 @@ class _Told:
         rows: the rows so far, by property.
         current: the property at work.
         line: what runs the input again that was announced last.
+        mark: what makes that input; empty while inputs are chosen.
+        ended: the inputs that have ended a process, by property.
+        fatal: those that do so wherever they run, with the row of the first that met them.
+        smaller: the one that is being made smaller.
         known: the smallest input known to break the property, and how.
         num_trials: inputs of this property announced so far.
         start: when the property began.
@@ -84,6 +120,10 @@ class _Told:
     rows: dict[str, Row] = field(default_factory=dict)
     current: str = ""
     line: str = ""
+    mark: Mapping[str, Any] = field(default_factory=dict)
+    ended: dict[str, _Smaller] = field(default_factory=dict)
+    fatal: list[Mapping[str, Any]] = field(default_factory=list)
+    smaller: _Smaller | None = None
     known: tuple[str, str] | None = None
     num_trials: int = 0
     start: float = 0.0
@@ -93,7 +133,9 @@ class _Told:
 
     def begin(self, prop: str) -> None:
         self.current, self.line, self.known, self.num_trials = prop, "", None, -1
-        self.start = time.monotonic()
+        self.start, self.mark = time.monotonic(), {}
+        if prop and self.header is not None:
+            show_current(self.progress, f"{self.header.op} {prop}")
 
     def add(self, row: Row) -> None:
         assert self.header is not None
@@ -109,10 +151,15 @@ class _Told:
             case {"header": header, "names": names, "sources": sources}:
                 if self.header is None:
                     self.header, self.names, self.sources = Header(**header), names, sources
-                self.begin(next((name for name in self.names if name not in self.rows), ""))
-            case {"line": line, "reason": ""}:
-                self.line = line
+                left = (name for name in self.names if name not in self.rows)
+                self.begin(self.smaller.prop if self.smaller else next(left, ""))
+            case {"line": line, "reason": "", "mark": mark}:
+                self.line, self.mark = line, mark
                 self.num_trials += 1  # the first is how the inputs are chosen
+                if self.smaller is not None:
+                    self.smaller.tried.append(line)
+            case {"is_smallest": is_smallest}:
+                self.is_done = is_smallest
             case {"line": line, "reason": reason}:
                 self.known = (line, reason)
             case {"row": row}:
@@ -122,17 +169,27 @@ class _Told:
 
     def lose(self, ending: str) -> None:
         """Add the row of the property that a child did not live to finish."""
-        line, reason, cause = self.line, ending, ""
-        if " at " in ending:  # who ends at the same line ends by the same fault
-            cause = re.sub(r" in [\d.]+ s\b", "", ending)
+        line, reason, cause = self.line, ending, _cause(ending, self.mark)
         if self.known is not None:
             line, reason = self.known[0], f"{self.known[1]} (a smaller input: {ending})"
             cause = ""
         elif not self.num_trials:
             reason = f"{ending} while inputs were chosen"
+        else:
+            self.ended[self.current] = _Smaller(self.current, line, line, self.mark, ending)
+            if self.current in GUARDED:
+                fatal = {"mark": self.mark, "reason": reason, "cause": cause, "line": line}
+                self.fatal.append(fatal)
         seconds = round(time.monotonic() - self.start, 3)
         number, tried = self.names[self.current], max(self.num_trials, 0)
         self.add(Row(number, self.current, "failed", tried, reason, line, seconds, cause=cause))
+
+
+def _cause(ending: str, mark: Mapping[str, Any]) -> str:
+    """Return what ended a process: who ends at the same line, or on the same input, is the same."""
+    if " at " in ending:
+        return re.sub(r" in [\d.]+ s\b", "", ending)
+    return f"{ending} on {mark}" if mark else ""
 
 
 @dataclass(frozen=True)
@@ -194,16 +251,17 @@ def prove_apart(name: str, progress: Progress = silent) -> Found:
 
 def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progress) -> Found:
     """Start a child, and another for the rest whenever one is lost."""
-    if _is_child:
+    if is_child:
         raise BadInput(
             f"{name} is checked while a check imports it; in its own file put the call below "
             "`if __name__ == '__main__':`"
         )
+    request = {**request, "name": name, "parent": os.getpid()}
     told = _Told(progress)
+    show_current(progress, f"{name}: it is imported")
     killed: set[str] = set()
     while not told.is_done:
-        asked = {**request, "name": name, "parent": os.getpid(), "done": list(told.rows)}
-        ending = _run_child(asked, told, limits)
+        ending = _run_child(request, told, limits)
         if told.is_done:
             break
         if ending in _KILLED.values():
@@ -220,19 +278,41 @@ def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progr
         if ending.startswith(_HUNG):
             limits = replace(limits, has_hung=True)
         told.is_done = not told.current and not request.get("for_record")
+    _make_smaller(request, told, limits)
     assert told.header is not None
     rows = sorted(told.rows.values(), key=lambda row: row.number)
     return Found(as_report(told.header, rows), told.sources, told.machine_code)
 
 
+def _make_smaller(request: Mapping[str, Any], told: _Told, limits: _Limits) -> None:
+    """Make the inputs smaller that ended a process and have a cause of their own."""
+    end = time.monotonic() + SMALLER_SECONDS
+    first = first_of_cause([row for row in told.rows.values() if row.status == "failed"])
+    for prop, found in told.ended.items():
+        if first[prop] != prop or found.ending.startswith(_OUTSIDE):
+            continue
+        told.smaller, told.is_done, is_alive = found, False, True
+        while is_alive and not told.is_done and time.monotonic() < end:
+            ending = _run_child(request, told, limits)
+            is_alive = bool(told.mark)  # else it ended while inputs were chosen
+            if is_alive and ending and _kind(ending) == _kind(found.ending):
+                found.line, found.mark, found.ending = told.line, told.mark, ending
+        reason = found.ending
+        if not told.is_done:
+            reason += f"; made smaller for {SMALLER_SECONDS:.0f} s, not to the end"
+        told.rows[prop] = replace(told.rows[prop], reason=reason, reproduce=found.line)
+
+
 def _run_child(request: Mapping[str, Any], told: _Told, limits: _Limits) -> str:
     """Hear a child to its end; return how it ended."""
+    request = {**request, "done": list(told.rows), "fatal": told.fatal}
+    request["smaller"] = told.smaller and told.smaller.asked()
     read, write = os.pipe()
     # The child imports what this process would: -P keeps the working folder out of it.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     with tempfile.TemporaryFile() as trace:
         files = (write, trace.fileno())
-        command = [sys.executable, "-P", "-u", "-m", __name__, *map(str, files)]
+        command = [sys.executable, "-P", "-u", "-m", CHILD, *map(str, files)]
         child = subprocess.Popen(
             [*command, json.dumps(request)],
             stdin=subprocess.DEVNULL,
@@ -300,80 +380,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass  # nothing of it is left
     child.wait()
-
-
-def serve(pipe: int, trace: int, request: Mapping[str, Any]) -> None:
-    """Be the child: load the op, prove what is not done yet, tell everything."""
-    global _is_child
-    _is_child = True
-    for inherited in (pipe, trace):
-        os.set_inheritable(inherited, False)
-    faulthandler.enable(trace)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _die_with(request["parent"])
-    sys.argv = [request["name"]]
-
-    parent = os.fdopen(pipe, "w", encoding="utf-8")
-    generation = 0
-
-    def count_generation() -> None:
-        nonlocal generation
-        generation += 1
-        if generation > 1:
-            os._exit(1)
-
-    # An op may fork and come back twice. The copy ends when it has something to tell, and has no
-    # copies of its own: each call would double them.
-    os.register_at_fork(after_in_child=count_generation)
-
-    def tell(**message: Any) -> None:
-        if generation:
-            os._exit(1)
-        print(json.dumps(message), file=parent, flush=True)
-
-    from nearlight.core.machine_code import ARCHES
-    from nearlight.workbench import check, prove, record
-    from nearlight.workbench.load import load_op
-
-    for_record = request.get("for_record", False)
-    quick, device, only = request["quick"], request["device"], request["only"]
-    try:
-        properties = check.chosen(only, quick, request["sanitize"])
-        op = load_op(request["name"])
-        header = check.describe(op, request["name"], quick, device)
-        sources = record.sources(op) if for_record else {}
-        names = {prop.name: prop.number for prop in properties}
-        tell(header=asdict(header), names=names, sources=sources)
-        left = [prop for prop in properties if prop.name not in request["done"]]
-
-        def announce(line: str, reason: str) -> None:
-            tell(line=line, reason=reason)
-
-        for row in check.each_row(op, left, quick, device, only, request["sanitize"], announce):
-            tell(row=asdict(row))
-        code = {}
-        for arch in ARCHES if for_record else ():
-            code[arch] = prove.machine_code(op, arch)
-            announce(arch, "")
-    except (BadInput, MissingPart) as error:
-        kind = BadInput if isinstance(error, BadInput) else MissingPart
-        tell(error=[kind.__name__, str(error)])
-        return
-    tell(machine_code=code, done=True)
-
-
-def _die_with(parent: int) -> None:
-    """End this process when the one that started it is killed (Linux alone knows how)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the check that asked for this is gone")
-
-
-if __name__ == "__main__":
-    from nearlight.workbench.apart import serve as _serve
-
-    _serve(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

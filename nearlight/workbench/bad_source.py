@@ -5,7 +5,6 @@ It is the user's bad input and no broken property; the message holds the compile
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from textwrap import dedent, indent
@@ -24,8 +23,6 @@ from nearlight.core.op import KernelBuild, Op
 from nearlight.core.user_code import place_of
 
 COMPILE_ERRORS = (cuda.CompileError, CompilationError)
-# What stands around the compiler's messages and says nothing: how cuda-core and NVRTC count.
-_AROUND = re.compile(r"\d+: NVRTC_ERROR.*|\d+ errors? detected in the compilation.*|\s*")
 
 
 class BadSource(BadInput):
@@ -37,8 +34,7 @@ def at_users_line(kernel: Any, error: CompilationError) -> str:
 
     Of functions that call each other it is the innermost one that its caller knows by a name.
     """
-    while not hasattr(kernel, "raw_src"):  # what is wrapped by a tuner of Triton's own
-        kernel = kernel.fn
+    kernel = _python_kernel(kernel)
     node, inner = error.node, error
     while (cause := inner.__cause__) is not None:
         functions = (f for f in kernel.fn.__globals__.values() if isinstance(f, JITFunction))
@@ -47,15 +43,32 @@ def at_users_line(kernel: Any, error: CompilationError) -> str:
             kernel, node = called, cause.node
         inner = cause
     message = getattr(inner, "error_message", None) or one_line(inner)
-    decorators = next(
-        n for n, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def ")
-    )
     number = getattr(node, "lineno", 1)  # from `def`; its columns are counted in bytes
-    line = kernel.starting_line_number + decorators + number - 1
     text = kernel.src.splitlines()[number - 1]
     before = text.encode()[: getattr(node, "col_offset", 0)].decode()
     shown = indent(dedent(f"{text}\n{' ' * len(before)}^"), "  ")
-    return f"{kernel.fn.__code__.co_filename}:{line}: {message}\n{shown}"
+    return f"{_place(kernel, number)}: {message}\n{shown}"
+
+
+def place_of_kernel(kernel: Any) -> str:
+    """Return file and line of a kernel's definition."""
+    return kernel.place if isinstance(kernel, cuda.Kernel) else _place(_python_kernel(kernel), 1)
+
+
+def _python_kernel(kernel: Any) -> Any:
+    """Return Triton's kernel inside what a tuner of Triton's own wraps around it."""
+    while not hasattr(kernel, "raw_src"):
+        kernel = kernel.fn
+    return kernel
+
+
+def _place(kernel: Any, number: int) -> str:
+    """Return file and line of a line of a Triton kernel, counted from `def`."""
+    decorators = next(
+        n for n, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def ")
+    )
+    line = kernel.starting_line_number + decorators + number - 1
+    return f"{kernel.fn.__code__.co_filename}:{line}"
 
 
 def builds_of(op: Op, arch: str) -> Sequence[KernelBuild]:
@@ -124,9 +137,7 @@ def _told(kernel: Any, error: Exception) -> str:
     if isinstance(error, CompilationError):
         return at_users_line(kernel, error)
     if isinstance(error, cuda.CompileError):
-        lines = [line for line in str(error).splitlines() if not _AROUND.fullmatch(line)]
-        path = kernel.path.absolute()
-        return "\n".join(re.sub(rf"^{re.escape(path.name)}(?=\()", str(path), t) for t in lines)
+        return str(error)
     if isinstance(kernel, cuda.Kernel):  # a missing file or kernel
         return str(error) if isinstance(error, ValueError | OSError) else ""
     return _misfit(kernel, error) if kernel is not None and isinstance(error, TypeError) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,63 +10,35 @@ from typing import Any
 import torch
 
 from nearlight.core import timing
-from nearlight.core.errors import BadInput, MissingPart
-from nearlight.core.hardware import Gpu, ceilings, require_gpu
+from nearlight.core.errors import BadInput
+from nearlight.core.hardware import ceilings, require_gpu
 from nearlight.core.numerics import NUM_DRAWS
-from nearlight.core.op import Case, Inputs, Op
+from nearlight.core.op import Case, Op
 from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Report, require_writable
 from nearlight.core.versions import peer_versions, versions
 from nearlight.workbench.bench_report import COPY, OURS, Row, report_of
-from nearlight.workbench.compare import Compared, settle
-from nearlight.workbench.flat import nested
+from nearlight.workbench.compare import Leniency, noting
 from nearlight.workbench.memory import extra_bytes
 from nearlight.workbench.record import PACKAGE
-from nearlight.workbench.trial import (
-    Result,
-    Standard,
-    Trial,
-    Upstream,
-    call,
-    differentiable,
-    flatten,
-    fresh,
-    make_inputs,
-    make_upstream,
-    roots_of,
-    run,
-    tensors,
-    to_dtype,
+from nearlight.workbench.trial import Trial, differentiable, make_inputs
+from nearlight.workbench.work import (
+    NUM_SETS,
+    Machine,
+    Work,
+    cloned,
+    compute,
+    differs_after,
+    differs_before,
+    expected_of,
+    timed_call,
 )
 
 DIRECTIONS = ("forward", "forward_backward")
 TORCH, COMPILE = "torch", "compile"
 # Measured whenever the op has it; others are asked for by name.
 ALWAYS = (TORCH, COMPILE, "liger")
-# Sets of inputs that the timer rotates through.
-NUM_SETS = 3
 MIN_REPEATS = 20
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where it is measured: the device of the tensors and the GPU whose limits count."""
-
-    device: str
-    gpu: Gpu
-
-
-@dataclass(frozen=True)
-class Work:
-    """One implementation doing one case in one direction, on its own copies of the inputs."""
-
-    function: Callable[..., Any]
-    sets: Sequence[Inputs]
-    upstream: Upstream | None
-
-    def calls(self) -> list[Callable[[], Any]]:
-        """Return a call for each set of inputs."""
-        return [_timed(self.function, inputs, self.upstream) for inputs in self.sets]
 
 
 def bench(
@@ -179,7 +150,7 @@ def _measure_case(
     """Check, time and check again all implementations of a case, interleaved."""
     is_backward = direction == "forward_backward"
     sets = [make_inputs(op, Trial(case, seed=seed), machine.device) for seed in range(NUM_SETS)]
-    expected, held_to = _standard(op, sets[0], Trial(case), is_backward)
+    expected, truth = expected_of(op, sets[0], Trial(case), is_backward)
     upstream = expected.upstream if is_backward else None
     rows: dict[str, Row] = {}
     works: dict[str, Work] = {}
@@ -189,10 +160,16 @@ def _measure_case(
         if function is None:
             continue
         try:
-            reason = _check(op, function, case, machine, expected, is_backward, name == OURS)
-            rows[name]["check"] = f"wrong: {reason}" if reason else f"held to {held_to}"
+            granted = Leniency()
+            with noting(granted):
+                # A peer's verdict is a remark, not worth minutes of a GPU.
+                num_draws = NUM_DRAWS if name == OURS else 0
+                given = (op, function, case, machine, expected, is_backward, num_draws)
+                reason = differs_before(*given)
+            held = "; ".join([f"held to {truth}", *granted.remarks()])
+            rows[name]["check"] = f"wrong: {reason}" if reason else held
             if name != OURS or not reason:
-                works[name] = Work(function, [_cloned(inputs) for inputs in sets], upstream)
+                works[name] = Work(function, [cloned(inputs) for inputs in sets], upstream)
                 num_bytes, is_in_place = _extra_bytes(works[name], machine)
                 rows[name]["extra_bytes"] = num_bytes
                 rows[name]["check"] += "; in place" * is_in_place
@@ -206,7 +183,7 @@ def _measure_case(
     ours = works.get(OURS)
     del expected, sets, works, calls  # the check needs the memory
     if ours is not None:
-        if reason := _check_again(op, ours, case, machine):
+        if reason := differs_after(op, ours, case, machine):
             timed.pop(OURS)
             rows[OURS]["check"] = f"wrong after the timing: {reason}"
     rows[COPY] = {"case": case.name, "direction": direction, "implementation": COPY, "check": ""}
@@ -219,51 +196,6 @@ def _measure_case(
         rows[OURS]["prediction_error"] = predicted_us / rows[OURS]["time_us"] - 1
     _hold_to_declared(rows[OURS], op.extra_bytes(case) if is_backward else None)
     return list(rows.values())
-
-
-def _check(
-    op: Op,
-    function: Callable[..., Any],
-    case: Case,
-    machine: Machine,
-    expected: Standard,
-    is_backward: bool,
-    is_ours: bool,
-) -> str:
-    """Say how an implementation breaks the tolerance rule on the first inputs, or return ""."""
-
-    def compute(trial: Trial) -> Compared:
-        held_to = expected
-        if trial.seed:
-            inputs = make_inputs(op, trial, machine.device)
-            held_to, _ = _standard(op, inputs, trial, is_backward)
-        upstream = held_to.upstream if is_backward else None
-        return Compared(_compute(function, _cloned(held_to.inputs), upstream), held_to)
-
-    # A peer's verdict is a remark, not worth minutes of a GPU.
-    return settle(compute, Trial(case), NUM_DRAWS if is_ours else 0)
-
-
-def _check_again(op: Op, work: Work, case: Case, machine: Machine) -> str:
-    """Hold ours to the rule once more, on new values written where the timed inputs lie.
-
-    Work that is skipped for inputs seen before, or a result kept by their addresses, shows.
-    """
-    is_backward = work.upstream is not None
-
-    def compute(trial: Trial) -> Compared:
-        inputs = make_inputs(op, trial, machine.device)
-        held_to, _ = _standard(op, inputs, trial, is_backward)
-        timed = work.sets[trial.seed % NUM_SETS]
-        pairs: list[tuple[Any, Any]] = [(timed[name], new) for name, new in tensors(inputs).items()]
-        pairs += zip(work.upstream or (), held_to.upstream, strict=True)
-        with torch.no_grad():
-            for old, new in pairs:
-                if new is not None:
-                    old.copy_(new)
-        return Compared(_compute(work.function, timed, work.upstream), held_to)
-
-    return settle(compute, Trial(case, seed=NUM_SETS), NUM_DRAWS)
 
 
 def _hold_to_declared(row: Row, declared_bytes: int | None) -> None:
@@ -303,77 +235,18 @@ def _host_rows(
 ) -> Iterator[Row]:
     """Yield what a call costs the CPU, on an input so small that the GPU waits."""
     inputs = make_inputs(op, Trial(case), machine.device)
-    expected, _ = _standard(op, inputs, Trial(case), direction == "forward_backward")
+    expected, _ = expected_of(op, inputs, Trial(case), direction == "forward_backward")
     upstream = expected.upstream if direction == "forward_backward" else None
     for name, function, missing in implementations(op, peers):
         row: Row = {"case": f"host cost, {case.name}", "direction": direction}
         row |= {"implementation": name, "check": missing}
         if function is not None:
             try:
-                timed = _timed(function, _cloned(inputs), upstream)
+                timed = timed_call(function, cloned(inputs), upstream)
                 row["host_us"] = timing.host_cost_us(timed)
             except Exception as error:  # as above
                 row["check"] = f"raised {type(error).__name__}: {str(error)[:120]}"
         yield row
-
-
-def _timed(
-    function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None
-) -> Callable[[], None]:
-    """Return what is timed: the forward without a graph, or forward and every gradient."""
-    forward = partial(function, **nested(inputs))  # so that no list is put together in the timing
-
-    def step() -> None:
-        if upstream is None:
-            with torch.no_grad():
-                forward()
-            return
-        roots, above = roots_of(flatten(forward()), upstream)
-        wanted = [inputs[name] for name in differentiable(inputs)]
-        torch.autograd.grad(roots, wanted, above, allow_unused=True)
-
-    return step
-
-
-def _compute(function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None) -> Result:
-    if upstream is not None:
-        return run(function, inputs, upstream)
-    with torch.no_grad():
-        return Result(call(function, inputs), {})
-
-
-def _standard(op: Op, inputs: Inputs, trial: Trial, is_backward: bool) -> tuple[Standard, str]:
-    """Return what results are held to: the reference in fp64, in fp32 where that does not fit."""
-    with torch.no_grad():
-        outputs = call(op.reference, fresh(inputs, ()))
-    upstream: Upstream | None = None
-    if is_backward:  # of a loss it is 1, as `loss.backward()` has it
-        upstream = [torch.ones_like(gradient) if gradient is not None and not gradient.ndim
-                    else gradient for gradient in make_upstream(outputs, trial)]  # fmt: skip
-    del outputs
-    plain = _compute(op.reference, _cloned(inputs), upstream)
-    for dtype in (torch.float64, torch.float32):
-        try:
-            above = None if upstream is None else to_dtype(upstream, dtype)
-            truth = _compute(op.reference, to_dtype(inputs, dtype), above)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-        else:
-            name = str(dtype).removeprefix("torch.")
-            return Standard(inputs, upstream or (), plain, truth), f"{name} reference"
-    raise MissingPart(
-        f"{op.name} {trial.case.name}: its reference fits on this GPU in no precision"
-    )
-
-
-def _cloned(inputs: Inputs) -> Inputs:
-    """Return copies, because some peers write their gradients over what they were given."""
-    copies = {
-        name: value.detach().clone().requires_grad_(value.requires_grad)
-        for name, value in inputs.items()
-        if isinstance(value, torch.Tensor)
-    }
-    return {**inputs, **copies}
 
 
 def _copy_calls(num_bytes: int, device: str) -> list[Callable[[], Any]]:
@@ -392,6 +265,4 @@ def _extra_bytes(work: Work, machine: Machine) -> tuple[int | None, bool]:
         return None, False
     inputs = work.sets[0]
     given = [*inputs.values(), *(work.upstream or ())]
-    return extra_bytes(
-        lambda: _compute(work.function, inputs, work.upstream), given, machine.device
-    )
+    return extra_bytes(lambda: compute(work.function, inputs, work.upstream), given, machine.device)

@@ -63,7 +63,7 @@ def check(
         >>> print(report.answer)  # doctest: +SKIP
         rms_norm: 3 of 3 properties hold
     """
-    header = describe(op, source_of(op) or op.name, quick, device)
+    header = describe(op, source_of(op) or op.name, quick, device, only)
     rows = []
     for row in each_row(op, chosen(only, quick, sanitize), quick, device, only, sanitize):
         rows.append(row)
@@ -71,12 +71,15 @@ def check(
     return as_report(header, rows)
 
 
-def describe(op: Op, source: str, quick: bool, device: str) -> Header:
+def describe(
+    op: Op, source: str, quick: bool, device: str, only: Collection[str] | None = None
+) -> Header:
     """Return what is known before the first row; BadInput or MissingPart for the device."""
     require_device(device)
     gpu = None if device == "cpu" else detect_gpu()
     on_gpu = gpu is not None
-    return Header(op.name, source, quick, device, gpu.key if gpu else "", versions(on_gpu))
+    key = gpu.key if gpu else ""
+    return Header(op.name, source, quick, device, key, versions(on_gpu), tuple(only or ()))
 
 
 def each_row(

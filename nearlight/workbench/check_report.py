@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,11 @@ from typing import Any
 from nearlight.core.report import Proof, Report
 
 NOT_APPLICABLE = "not applicable"
+# Of each property that would launch CUDA C++ on CPU tensors; the proof says the rest once.
+ON_A_GPU = "needs a GPU"
+_ON_A_GPU_ALONE = "CUDA C++ runs on a GPU alone"
+# What ends a process whose memory was overwritten, sooner or later and anywhere.
+_ABORTED = re.compile(r"ended by SIG(SEGV|ABRT|BUS|ILL)\b")
 # Parts of a row that stand only where they say something.
 _RARE = ("reproduce", "needs_gpu", "same_as")
 
@@ -28,6 +34,7 @@ class Row:
         reproduce: one line of Python that shows the failure again.
         seconds: how long it took.
         kernels: names of the kernels that were launched.
+        compiled: names of those that were compiled and read alone.
         needs_gpu: whether it is not applicable for want of a GPU.
         cause: what is wrong, which may be what is wrong in another row; "" where it is not known.
     """
@@ -40,6 +47,7 @@ class Row:
     reproduce: str
     seconds: float
     kernels: Sequence[str] = ()
+    compiled: Sequence[str] = ()
     needs_gpu: bool = False
     cause: str = ""
 
@@ -58,6 +66,7 @@ class Header:
         device: "cpu" or "cuda".
         gpu: key of the GPU table, "" on a CPU.
         versions: of what the verdict depends on.
+        only: names of the properties asked for, where not all are.
     """
 
     op: str
@@ -66,58 +75,110 @@ class Header:
     device: str
     gpu: str
     versions: Mapping[str, str]
+    only: Sequence[str] = ()
 
 
 def as_report(header: Header, rows: Sequence[Row]) -> Report:
     """Return the report of a check: the verdict first, then what was launched, then the rows."""
-    kernels = sorted({name for row in rows for name in row.kernels})
     failed = [row for row in rows if row.status == "failed"]
-    first: dict[str, str] = {}  # by cause, the first property that it breaks
-    for row in failed:
-        first.setdefault(row.cause or row.property, row.property)
     judged = [row for row in rows if row.status != NOT_APPLICABLE]
-    is_on_cpu = header.device == "cpu"
-    num_elsewhere = sum(row.needs_gpu for row in rows) if is_on_cpu else 0
-    is_not_run = bool(num_elsewhere) and not any(
-        row.property == "values" and row.status != NOT_APPLICABLE for row in rows
-    )
-    answer = f"{header.op}: {'values not run; ' if is_not_run else ''}"
-    answer += f"{len(judged) - len(failed)} of {len(judged)} properties hold"
-    if num_elsewhere:
-        answer += f", {num_elsewhere} need{'s' if num_elsewhere == 1 else ''} a GPU"
-    if failed:
-        answer += f"; broken: {', '.join(row.property for row in failed)}"
-    what = ", ".join(kernels) or "no nearlight kernel: plain PyTorch code"
-    if failed and not kernels:
-        what = "no kernel that came back"
-    method = f"{'interpreted' if is_on_cpu else 'on ' + header.device}; launched {what}"
-    if is_not_run:
-        method = f"compiled and read, values not run; kernels {', '.join(kernels) or 'unknown'}"
+    waiting = [row for row in rows if row.needs_gpu and header.device == "cpu"]
+    is_partial = not judged or any(header.only or row.property == "values" for row in waiting)
+    first = first_of_cause(failed)
+    reproduce = next((row.reproduce for row in failed if first[row.property] == row.property), "")
+    scope = f"check of {', '.join(header.only)} alone" if header.only else "full check"
     return Report(
         verb="check",
-        answer=answer,
+        answer=f"{header.op}: {_answer(rows, judged, failed, waiting)}",
         target=header.op,
         gpu=header.gpu,
-        setup=f"{'quick' if header.quick else 'full'} check, {method}",
+        setup=f"{'quick check' if header.quick else scope}, {_kernels(header, rows)}",
         versions=header.versions,
-        proof=Proof(bool(judged) and not failed, (), method, is_not_run),
-        rows=[_as_dict(row, first.get(row.cause, "")) for row in rows],
-        next=failed[0].reproduce if failed else _next(header, is_not_run),
+        proof=Proof(not failed, (), _method(header, rows, waiting), is_partial),
+        rows=[_as_dict(row, first.get(row.property, "")) for row in rows],
+        next=reproduce or _next(header, bool(waiting) and is_partial),
     )
 
 
-def _next(header: Header, is_not_run: bool) -> str:
+def _answer(
+    rows: Sequence[Row], judged: Sequence[Row], failed: Sequence[Row], waiting: Sequence[Row]
+) -> str:
+    verb = "needs" if len(waiting) == 1 else "need"
+    if not judged:
+        whose, why = (waiting, f"{verb} a GPU") if waiting else (rows, NOT_APPLICABLE)
+        return f"nothing is proved here: {', '.join(row.property for row in whose)} {why}"
+    is_not_run = any(row.property == "values" for row in waiting)
+    answer = "values not run; " if is_not_run else ""
+    answer += f"{len(judged) - len(failed)} of {len(judged)} properties hold"
+    if waiting:
+        answer += f", {len(waiting)} {verb} a GPU"
+    return answer + (f"; broken: {', '.join(row.property for row in failed)}" if failed else "")
+
+
+def first_of_cause(failed: Sequence[Row]) -> dict[str, str]:
+    """Return for each broken property the one that is the first of its cause.
+
+    A kernel that writes beyond a tensor ends the process wherever there are no guard zones: the
+    property that names the write names the cause.
+    """
+    stray = [row.property for row in failed if row.reason.startswith("wrote ")]
+    first: dict[str, str] = {}  # by cause
+    found = {}
+    for row in failed:
+        found[row.property] = first.setdefault(row.cause or row.property, row.property)
+        if stray and _ABORTED.match(row.reason):
+            found[row.property] = stray[0]
+    return found
+
+
+def _kernels(header: Header, rows: Sequence[Row]) -> str:
+    """Say which kernels ran and which were compiled alone; of a template its name."""
+    launched = {name.partition("<")[0] for row in rows for name in row.kernels}
+    compiled = {name.partition("<")[0] for row in rows for name in row.compiled} - launched
+    read = f"compiled and read, not run: {', '.join(sorted(compiled))}"
+    if compiled and not launched:
+        return read
+    what = ", ".join(sorted(launched)) or "no nearlight kernel: plain PyTorch code"
+    if not launched and any(row.status == "failed" for row in rows):
+        what = "no kernel that came back"
+    return f"{_how(header)}; launched {what}" + (f"; {read}" if compiled else "")
+
+
+def _how(header: Header) -> str:
+    return "interpreted" if header.device == "cpu" else f"on {header.device}"
+
+
+def _method(header: Header, rows: Sequence[Row], waiting: Sequence[Row]) -> str:
+    """Say how what is proved was proved, and what was not."""
+    is_run = any(row.kernels for row in rows) or not any(row.compiled for row in rows)
+    parts = [_how(header) if is_run else "compiled and read, not run"]
+    if header.only:
+        parts.insert(0, f"{', '.join(header.only)} alone")
+    if any(row.reason == ON_A_GPU for row in waiting):
+        parts.append(_ON_A_GPU_ALONE)
+    if waiting:
+        parts.append(f"not proved here: {', '.join(row.property for row in waiting)}")
+    return "; ".join(parts)
+
+
+def _next(header: Header, is_elsewhere: bool) -> str:
     target = shlex.quote(header.source)
-    if is_not_run:
-        return f"on a machine with a GPU: nearlight check {target} --device cuda"
-    return f"nearlight {'inspect' if header.device == 'cpu' else 'bench'} {target}"
+    on_gpu = f"nearlight check {target} --device cuda"
+    if is_elsewhere:
+        return f"on a machine with a GPU: {on_gpu}"
+    if header.quick or header.only:
+        return on_gpu if header.device != "cpu" else f"nearlight check {target}"
+    if header.device != "cpu":
+        return f"nearlight bench {target}"
+    return f"nearlight inspect {target}  # then, with a GPU: nearlight bench {target}"
 
 
 def broken(report: Report) -> list[str]:
     """Return each cause once, with the line that shows it, and what is as it; [] if all holds."""
     failed = [row for row in report.rows if row["status"] == "failed"]
     lines = [f"{r['property']}: as {r['same_as']}" if "same_as" in r else told(r) for r in failed]
-    if not lines and not (report.proof and report.proof.passed):
+    is_told = any(row["status"] == "passed" or row.get("needs_gpu") for row in report.rows)
+    if not lines and not is_told:
         reasons = [f"{row['property']}: {row['reason']}" for row in report.rows]
         return ["no property could be judged here", *reasons]
     return lines
@@ -131,5 +192,5 @@ def told(row: Mapping[str, Any]) -> str:
 def _as_dict(row: Row, first: str) -> dict[str, Any]:
     # The rows of a table: what only few have is left out of the others.
     parts = {**asdict(row), "same_as": first if first != row.property else ""}
-    untold = ("kernels", "cause")
+    untold = ("kernels", "compiled", "cause")
     return {k: v for k, v in parts.items() if k not in untold and (v or k not in _RARE)}

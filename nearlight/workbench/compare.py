@@ -24,10 +24,6 @@ from nearlight.workbench.trial import Result, Standard, Trial, tensors
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
 
-# Names of the results drawn again inside a block of `redrawn`.
-_redrawn: ContextVar[list[str] | None] = ContextVar("redrawn", default=None)
-
-
 GRADIENT = "gradient of"
 
 
@@ -40,15 +36,40 @@ class Compared:
     label: str = GRADIENT
 
 
+@dataclass
+class Leniency:
+    """What `settle` granted beyond holding one draw to the rule.
+
+    Attributes:
+        num_redrawn: results drawn again.
+        num_excused: elements held to the terms that cancel in them.
+    """
+
+    num_redrawn: int = 0
+    num_excused: int = 0
+
+    def remarks(self) -> list[str]:
+        """Return it in words; empty where nothing was granted."""
+        results = "1 result" if self.num_redrawn == 1 else f"{self.num_redrawn} results"
+        entries = "1 entry" if self.num_excused == 1 else f"{self.num_excused} entries"
+        found = {
+            f"{results} drawn again": self.num_redrawn,
+            f"{entries} held to the terms that cancel there": self.num_excused,
+        }
+        return [text for text, number in found.items() if number]
+
+
+_leniency: ContextVar[Leniency | None] = ContextVar("leniency", default=None)
+
+
 @contextmanager
-def redrawn() -> Iterator[list[str]]:
-    """Note the names of the results that `settle` draws again inside the block."""
-    names: list[str] = []
-    token = _redrawn.set(names)
+def noting(granted: Leniency) -> Iterator[None]:
+    """Add what `settle` grants inside the block to `granted`."""
+    token = _leniency.set(granted)
     try:
-        yield names
+        yield
     finally:
-        _redrawn.reset(token)
+        _leniency.reset(token)
 
 
 def settle(
@@ -73,8 +94,9 @@ def settle(
         return dict.fromkeys(first, failure(again)) if isinstance(again, str) else again
 
     decided = redraw(first, draw, num_draws)
-    if (names := _redrawn.get()) is not None:
-        names += [name for name, judgement in decided.items() if judgement.num_draws]
+    if (granted := _leniency.get()) is not None:
+        granted.num_redrawn += sum(judgement.num_draws > 0 for judgement in decided.values())
+        granted.num_excused += sum(judgement.num_excused for judgement in decided.values())
     reasons = (f"{name}: {judgement.reason}" for name, judgement in decided.items()
                if not judgement.passed)  # fmt: skip
     return next(reasons, "")
@@ -109,7 +131,13 @@ def changed_since(before: Mapping[str, torch.Tensor], inputs: Inputs) -> str:
     return next((name for name, tensor in named if not same_bits(before[name], tensor)), "")
 
 
-def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Judgement:
+def _judge(
+    actual: torch.Tensor,
+    plain: torch.Tensor,
+    truth: torch.Tensor,
+    terms: torch.Tensor | None = None,
+) -> Judgement:
+    """Apply the rule to one result; with its terms, without the rows in which these cancel."""
     for what in ("shape", "dtype", "device"):
         ours, theirs = getattr(actual, what), getattr(plain, what)
         if ours != theirs:
@@ -120,6 +148,11 @@ def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Ju
     dtype = actual.dtype
     if dtype.itemsize == 1:  # torch knows no arithmetic of fp8
         actual, plain, truth = actual.float(), plain.float(), truth.float()
+    num_excused = 0
+    if terms is not None and actual.shape == terms.shape:
+        mask = cancelled(actual, plain, truth, terms, dtype)
+        num_excused = int(mask.sum())
+        actual, plain, truth = without(mask, actual, plain, truth)
     # Where plain PyTorch leaves the range of the dtype and the truth does not, there is no
     # error to be held to.
     overflow = ~plain.isfinite() & truth.isfinite()
@@ -127,7 +160,7 @@ def _judge(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> Ju
     num_wrong = int((actual.isnan() & ~truth.isnan()).sum())
     if num_wrong:
         return failure(f"{num_wrong} of {actual.numel()} elements are NaN")
-    found = judge(actual, plain, truth, dtype)
+    found = replace(judge(actual, plain, truth, dtype), num_excused=num_excused)
     if found.passed:
         return found
     return replace(found, reason=f"{found.reason}; {_worst(actual, truth)}")
@@ -147,21 +180,22 @@ def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:
     if isinstance(triples, str):
         return triples
     found = {name: _judge(*triple) for name, triple in triples.items()}
-    failing = [name for name, judgement in found.items() if not judgement.passed]
-    if failing and isinstance(compared, Compared) and compared.expected.terms is not None:
-        for label, terms in compared.expected.terms().items():
-            name = f"{GRADIENT} {label}"
-            if name in failing and triples[name][0].shape == terms.shape:
-                actual, plain, truth = triples[name]
-                mask = cancelled(actual, plain, truth, terms)
-                found[name] = _judge(*without(mask, actual, plain, truth))
+    assert isinstance(compared, Compared)  # of words, `triples` were words, too
+    gradients = {f"{GRADIENT} {name}": name for name in compared.actual.gradients}
+    failing = [name for name in gradients if name in found and not found[name].passed]
+    if failing and compared.expected.terms is not None:
+        terms = compared.expected.terms()
+        for name in failing:
+            found[name] = _judge(*triples[name], terms.get(gradients[name]))
     return found
 
 
 def _triples(compared: Compared) -> dict[str, Triple] | str:
     """Return ours, plain and truth by name, or how the results differ in kind."""
     actual, plain, truth = compared.actual, compared.expected.plain, compared.expected.truth
-    if len(actual.outputs) != len(plain.outputs) and not (actual.gradients and not actual.outputs):
+    if plain.outputs and not actual.outputs:
+        return "output: missing (the function returned None, or no tensor: is there a return?)"
+    if len(actual.outputs) != len(plain.outputs):
         return f"{len(actual.outputs)} outputs, the reference has {len(plain.outputs)}"
     if not plain.outputs and not actual.gradients:
         return "the reference returns no tensor, so there is nothing to compare"

@@ -20,7 +20,7 @@ from nearlight.core.machine_code import MachineCode
 from nearlight.core.occupancy import Occupancy, occupancy
 from nearlight.core.op import KernelBuild
 from nearlight.core.progress import Progress, silent
-from nearlight.core.register import replacing
+from nearlight.core.register import sparing_others
 from nearlight.core.report import Report
 from nearlight.core.versions import versions
 from nearlight.workbench.bad_source import at_users_line
@@ -97,18 +97,18 @@ def inspect(
     """
     chosen = _archs(archs or (("sm_90a",) if other else ARCHS))
     options = Options(block, shared, types, constants)
-    if other is None:
-        first = replace(find(target, options), options=options.pasted)
-        return _report(first, chosen, _looks(first, chosen, progress))
-    if len(chosen) > 1:
+    names = (target, other) if other is not None else (target,)
+    if len(names) > 1 and len(chosen) > 1:
         raise BadInput(f"two targets are compared on one arch, not on {', '.join(chosen)}")
     pair: list[Target] = []
     looks: list[list[Look]] = []
-    for name in (target, other):
-        with replacing():  # the first is compiled: the second may define ops of the same names
-            own = options.fitting(name, (target, other))
+    for name in names:
+        with sparing_others():
+            own = options.fitting(name, names)
             pair.append(replace(find(name, own), options=own.pasted))
             looks.append(_looks(pair[-1], chosen, progress))
+    if other is None:
+        return _report(pair[0], chosen, looks[0])
     rows = [[row_of(look) for look in each] for each in looks]
     return diff_report(pair, chosen[0], rows, [_lacking(each) for each in looks])
 
@@ -286,6 +286,8 @@ def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Repo
     next_step = f"nearlight bench {shlex.quote(target.name)}" if target.op else ""
     setup = (f"{num}, compiled for {', '.join(archs)}; counts are of instructions as they stand in "
              "the code, not as often as they run")  # fmt: skip
+    if target.left_out:
+        setup += f"; left out: {target.left_out}"
     if lacking := _lacking(looks):
         setup += f"; for the occupancy say what it is launched with: {lacking}"
         next_step = f"for the occupancy: nearlight inspect {target.pasted} {lacking}"

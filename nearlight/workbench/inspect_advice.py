@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nearlight.core import cuda, triton
+from nearlight.core.cuda_messages import errors_in
 from nearlight.core.machine_code import GLOBAL_LOADS, GLOBAL_STORES, MAX_SHARED_BYTES, capability_of
-from nearlight.core.occupancy import occupancy
+from nearlight.core.occupancy import MAX_THREADS_PER_BLOCK, occupancy
 from nearlight.core.report import Finding
+from nearlight.workbench.bad_source import place_of_kernel
 
 if TYPE_CHECKING:
     from nearlight.workbench.inspect import Look
@@ -66,9 +67,8 @@ def advise(looks: Sequence[Look]) -> list[Finding]:
 
 
 def gist(refusal: str) -> str:
-    """Return the errors among a compiler's lines."""
-    errors = re.findall(r"^(.*\berror) *(: .*)$", refusal, re.MULTILINE)
-    return "; ".join(map("".join, errors)) or refusal.partition("\n")[0]
+    """Return the errors among a compiler's lines, or else the first line."""
+    return "; ".join(errors_in(refusal)) or refusal.partition("\n")[0]
 
 
 def _no_code(look: Look) -> str:
@@ -79,14 +79,18 @@ def _no_launch(look: Look) -> str:
     code, held = look.code, look.occupancy
     if code is None:
         return ""
-    limit = MAX_SHARED_BYTES[capability_of(look.arch)]
+    limit, threads = MAX_SHARED_BYTES[capability_of(look.arch)], look.build.num_threads
     if code.shared_bytes > limit:
-        return f"{code.shared_bytes} bytes of shared memory, a block has {limit}"
-    if code.num_threads and look.build.num_threads > code.num_threads:
-        return f"{look.build.num_threads} threads, __launch_bounds__ allows {code.num_threads}"
-    if held is None or held.blocks_per_sm:
+        what = f"{code.shared_bytes} bytes of shared memory, a block has {limit}"
+    elif code.num_threads and threads > code.num_threads:
+        what = f"{threads} threads, __launch_bounds__ allows {code.num_threads}"
+    elif threads > MAX_THREADS_PER_BLOCK:
+        what = f"{threads} threads, a block has {MAX_THREADS_PER_BLOCK}"
+    elif held is None or held.blocks_per_sm:
         return ""
-    return f"{look.build.num_threads} threads × {code.registers} registers"
+    else:
+        what = f"{threads} threads × {code.registers} registers"
+    return f"{place_of_kernel(look.build.kernel)}: {what}"
 
 
 def _no_tensor_cores(look: Look) -> str:

@@ -15,6 +15,7 @@ Row = dict[str, Any]
 
 # Differences that the answer names; all stand in the rows.
 _NAMED = 5
+_CPP_TYPES = {"__half": "fp16", "__nv_bfloat16": "bf16", "float": "fp32", "double": "fp64"}
 
 
 def diff_report(
@@ -77,7 +78,7 @@ def _pairs(targets: Sequence[Target], rows: Sequence[Sequence[Row]]) -> list[tup
     """Return the rows of kernels that belong together: of one name, or the only ones left."""
     found: list[tuple[Row, Row]] = []
     left, right = map(list, rows)
-    for key in (str, _stem, lambda label: ""):
+    for key in (str, _typed_stem, _stem, lambda label: ""):
         for name in dict.fromkeys(key(row["kernel"]) for row in left):
             mine, theirs = ([r for r in each if key(r["kernel"]) == name] for each in (left, right))
             if len(mine) == len(theirs) and (name or len(mine) == 1):
@@ -103,6 +104,12 @@ def _stem(label: str) -> str:
     """Return what kernels of two languages share: "f" of "_f_kernel bf16" and "a::f<b>"."""
     match = re.match(r"(?:\w+::)*_*([^\s<(]+?)(?:_kernel)?(?=[\s<(]|$)", label)
     return match[1] if match else label
+
+
+def _typed_stem(label: str) -> str:
+    """Return the stem and the first type by Triton's name: "f fp32" of "f<float, float>"."""
+    match = re.search(r"[\s<(]([\w:]+)", label)
+    return f"{_stem(label)} {_CPP_TYPES.get(match[1], match[1]) if match else ''}"
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from nearlight.core import cuda
+from nearlight.core.launch import is_describing
 from nearlight.core.triton import Kernel
 
 
@@ -20,6 +21,7 @@ class Launches(list[tuple[str, Mapping[str, Any]]]):
         failed: kernel, arguments, keywords and error of the last launch that raised of a kernel
             that no launch had run through.
         ran: names of the kernels that were.
+        started: names of those that a launch set to work, and did not describe alone.
     """
 
     not_run: str = ""
@@ -28,6 +30,13 @@ class Launches(list[tuple[str, Mapping[str, Any]]]):
     def __init__(self) -> None:
         super().__init__()
         self.ran: set[str] = set()
+        self.started: set[str] = set()
+
+    def note(self, name: str, sizes: Mapping[str, Any]) -> None:
+        """Add a launch."""
+        self.append((name, sizes))
+        if not is_describing():
+            self.started.add(name)
 
     @contextmanager
     def noted(self, kernel: Any, name: str, args: Any, kwargs: Any) -> Iterator[None]:
@@ -47,7 +56,8 @@ _noted: ContextVar[Launches | None] = ContextVar("noted", default=None)
 def note_elsewhere(kernels: Sequence[str]) -> None:
     """Add kernels that another process launched to those noted here."""
     if (seen := _noted.get()) is not None:
-        seen += [(name, {}) for name in kernels]
+        for name in kernels:
+            seen.note(name, {})
 
 
 @contextmanager
@@ -64,19 +74,20 @@ def launches() -> Iterator[Launches]:
             for name, value in kwargs.items()
             if name.isupper() and isinstance(value, int) and not isinstance(value, bool)
         }
-        seen.append((self.fn.__name__, constants))
+        seen.note(self.fn.__name__, constants)
         with seen.noted(self, self.fn.__name__, args, kwargs):
             return start(self, grid, warmup, args, kwargs)
 
     def note_cuda(self: cuda._Launcher, *args: Any) -> None:
         sizes = dict(zip(("BLOCK_X", "BLOCK_Y", "BLOCK_Z"), self.block, strict=True))
         sizes |= {name: int(text) for name, text in self.kernel.defines if text.isdecimal()}
-        seen.append((self.kernel.name, sizes))
+        seen.note(self.kernel.name, sizes)
         try:
             with seen.noted(self.kernel, self.kernel.name, args, {}):
                 call(self, *args)
         except cuda.NoEmulator as error:
             seen.not_run = str(error)
+            seen.started.discard(self.kernel.name)
             raise
 
     with (

@@ -214,9 +214,10 @@ def _modules(place: Path, name: str) -> Iterator[Path]:
 
 def _included(file: Path) -> Iterator[Path]:
     """Return the headers in reach of a CUDA file but CUDA's own, known by Triton's version."""
-    *_, toolkit = cuda_sources.include_path(file)
+    _, _, *toolkit = cuda_sources.include_path(file)
     _, *headers = map(Path, cuda_sources.sources(file))
-    return (header for header in headers if not header.is_relative_to(toolkit.resolve()))
+    folders = [folder.resolve() for folder in toolkit]
+    return (header for header in headers if not any(map(header.is_relative_to, folders)))
 
 
 def _label(file: Path, home: Path) -> str:

@@ -25,7 +25,7 @@ Values = TypeVar("Values", Inputs, Upstream)
 UPSTREAM = "upstream"  # the key of the upstream gradients among a trial's layouts
 
 # Draws of the upstream gradient's signs that show how large the terms of a gradient are.
-NUM_SIGNS = 4
+NUM_SIGNS = 8
 
 # What is done to the first differentiable input; flat inputs hide most numerical faults.
 VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -267,53 +267,73 @@ def standard(
             inputs = change(inputs)
         with torch.enable_grad():
             upstream = make_upstream(run(op.reference, inputs, None).outputs, trial)
-            expected = held_to(partial(run, op.reference), inputs, upstream)
+            return held_to(partial(run, op.reference), inputs, upstream, seed=trial.seed)
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"reference: {error}") from error
-    return replace(expected, terms=lambda: _terms(op, inputs, upstream))
 
 
 def held_to(
-    compute: Callable[[Inputs, Upstream], Result], inputs: Inputs, upstream: Upstream
+    compute: Callable[[Inputs, Upstream], Result],
+    inputs: Inputs,
+    upstream: Upstream,
+    *,
+    seed: int = 0,
+    wide: torch.dtype = torch.float64,
 ) -> Standard:
     """Return what a way of computing gives in plain PyTorch, and in fp64 as the truth.
 
     A result in fp64 may be the truth itself: what fp64 errs is taken from fp32.
+
+    Args:
+        compute: `(inputs, upstream) -> Result`.
+        inputs: of a trial.
+        upstream: gradients of the outputs.
+        seed: of the signs that show how large the terms of a gradient are.
+        wide: dtype of the truth; fp32 where fp64 does not fit.
     """
     double, single = torch.float64, torch.float32
-    truth = compute(to_dtype(inputs, double), to_dtype(upstream, double))
+    truth = compute(to_dtype(inputs, wide), to_dtype(upstream, wide))
     plain = compute(inputs, upstream)
+    terms = partial(_terms, compute, inputs, upstream, seed, wide)
     if all(t is None or t.dtype != double for t in (*plain.outputs, *plain.gradients.values())):
-        return Standard(inputs, upstream, plain, truth)
-    narrow = compute(to_dtype(inputs, single), to_dtype(upstream, single))
-    outputs = map(_rounded_to_fp64, plain.outputs, narrow.outputs, truth.outputs)
+        return Standard(inputs, upstream, plain, truth, terms)
+    # Held to the truth of the same rounded inputs: what these lost is no error of the computing.
+    few, above = to_dtype(inputs, single), to_dtype(upstream, single)
+    narrow, near = compute(few, above), compute(to_dtype(few, double), to_dtype(above, double))
+    outputs = map(_rounded_to_fp64, plain.outputs, narrow.outputs, near.outputs)
     gradients = {
-        name: _rounded_to_fp64(given, narrow.gradients[name], truth.gradients[name])
+        name: _rounded_to_fp64(given, narrow.gradients[name], near.gradients[name])
         for name, given in plain.gradients.items()
     }
-    return Standard(inputs, upstream, Result([*outputs], gradients), truth)
+    return Standard(inputs, upstream, Result([*outputs], gradients), truth, terms)
 
 
-def _rounded_to_fp64(plain: Any, narrow: Any, truth: Any) -> Any:
+def _rounded_to_fp64(plain: Any, narrow: Any, near: Any) -> Any:
     """Return a result; in fp64 with the error of fp32, made as much smaller as fp64 is finer."""
     if plain is None or plain.dtype != torch.float64:
         return plain
     shrink = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    error = (narrow.double() - truth) * shrink
+    error = (narrow.double() - near) * shrink
     return plain + torch.where(error.isfinite(), error, 0.0)
 
 
-def _terms(op: Op, inputs: Inputs, upstream: Upstream) -> Mapping[str, torch.Tensor]:
+def _terms(
+    compute: Callable[[Inputs, Upstream], Result],
+    inputs: Inputs,
+    upstream: Upstream,
+    seed: int,
+    wide: torch.dtype,
+) -> Mapping[str, torch.Tensor]:
     """Return the largest of true gradients under the upstream gradients with random signs."""
     found: dict[str, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(NUM_SIGNS):
         signed = [
             g if g is None else g * (1 - 2 * torch.randint(2, g.shape, generator=generator)).to(g)
-            for g in to_dtype(upstream, torch.float64)
+            for g in to_dtype(upstream, wide)
         ]
         with torch.enable_grad():
-            gradients = run(op.reference, to_dtype(inputs, torch.float64), signed).gradients
+            gradients = compute(to_dtype(inputs, wide), signed).gradients
         for name, gradient in gradients.items():
             if gradient is not None:
                 largest = found.get(name, gradient.abs())

@@ -21,8 +21,6 @@ from nearlight.core.timing import Timing
 from nearlight.core.triton import Kernel
 from nearlight.core.tuned import Asked
 from nearlight.core.versions import versions
-from nearlight.workbench import bench
-from nearlight.workbench.bench import Machine, Work
 from nearlight.workbench.trial import (
     Standard,
     Trial,
@@ -33,6 +31,14 @@ from nearlight.workbench.trial import (
     roots_of,
 )
 from nearlight.workbench.tune_report import NUM_BEST, WRONG, Found, report_of, text
+from nearlight.workbench.work import (
+    NUM_SETS,
+    Machine,
+    Work,
+    differs_after,
+    differs_before,
+    expected_of,
+)
 
 MAX_CANDIDATES = 64
 SHORT_REPEATS = 5
@@ -133,10 +139,7 @@ def search(
     """
     searched: set[Asked] = set()
     for case in op.cases if cases is None else cases:
-        sets = [
-            make_inputs(op, Trial(case, seed=seed), machine.device)
-            for seed in range(bench.NUM_SETS)
-        ]
+        sets = [make_inputs(op, Trial(case, seed=seed), machine.device) for seed in range(NUM_SETS)]
         for asked, direction in _asked(op, sets[0], Trial(case)):
             if asked not in searched:
                 searched.add(asked)
@@ -189,7 +192,7 @@ def _search(
             f"{op.name} {asked.key}: {len(candidates)} candidates, allowed are {MAX_CANDIDATES}; "
             "list fewer"
         )
-    expected, _ = bench._standard(op, sets[0], Trial(place.case), is_backward)
+    expected, _ = expected_of(op, sets[0], Trial(place.case), is_backward)
     dropped = {config: reason for config, reason in listed.items() if reason}
     max_spills = 0
     for number, config in enumerate(candidates, 1):
@@ -211,7 +214,7 @@ def _search(
     timings = timed(list(dict.fromkeys((*best, rule))), min_repeats=LONG_REPEATS)
     found = replace(place, timings=timings, dropped=dropped, num_timed=len(right))
     with tuned.forced(asked, found.kept):
-        reason = bench._check_again(op, work, place.case, machine)
+        reason = differs_after(op, work, place.case, machine)
     own, limit_us = timings[found.kept], op.cost(place.case)[place.direction].limit_s(machine.gpu)
     limit_us *= 1e6
     if reason:
@@ -228,7 +231,8 @@ def _fault(
     """Say why a configuration must not be launched, or "", and the registers that it spills."""
     try:
         with tuned.forced(place.asked, config), _compiled() as kernels:
-            reason = bench._check(op, op.function, place.case, machine, expected, is_backward, True)
+            given = (op, op.function, place.case, machine, expected, is_backward)
+            reason = differs_before(*given)
     except Exception as error:  # out of shared memory, refused by the compiler: no candidate
         return one_line(error), 0
     spills = max((getattr(kernel, "n_spills", 0) for kernel in kernels), default=0)

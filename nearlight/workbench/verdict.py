@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,23 @@ from nearlight.core.errors import said
 from nearlight.core.op import Case, Op
 from nearlight.core.user_code import place_of
 from nearlight.workbench.bad_source import COMPILE_ERRORS, BadSource, refuse_builds, refuse_launch
-from nearlight.workbench.check_report import NOT_APPLICABLE, Row
-from nearlight.workbench.compare import redrawn
+from nearlight.workbench.check_report import NOT_APPLICABLE, ON_A_GPU, Row
+from nearlight.workbench.compare import Leniency, noting
 from nearlight.workbench.launches import Launches, launches
 from nearlight.workbench.load import source_of
 from nearlight.workbench.properties.values import PROPERTY as VALUES
 from nearlight.workbench.property import (
+    IsFatal,
     NeedsGpu,
     NotApplicable,
     Property,
+    Remarks,
     case_size,
+    mark,
+    refuse_fatal,
+    remark_texts,
     remarked,
+    wrong_number_of_gradients,
 )
 from nearlight.workbench.settings import restored
 from nearlight.workbench.trial import Refused, Rejected, Trial
@@ -35,14 +41,15 @@ MAX_SHRINK_STEPS = 16
 MAX_NAMED_CASES = 4
 RAISED = "raised"
 CHOSEN = ", while inputs were chosen"
-ON_A_GPU = "CUDA C++ on CPU tensors needs an emulator: run it on a GPU with --device cuda"
+# Their trials run no case in this process, but read what is compiled or have it run elsewhere.
+NEVER_FATAL = ("size", "determinism", "sanitizer", "machine code")
 
-# `(line, reason)`: told before an input is run, with the line that runs it again; with a reason
-# where it is known to break the property.
-Announce = Callable[[str, str], None]
+# `(line, reason, mark)`: told before an input is run, with the line that runs it again; with a
+# reason where it is known to break the property, without a mark while inputs are chosen.
+Announce = Callable[[str, str, Mapping[str, Any]], None]
 
 
-def unheard(line: str, reason: str) -> None:
+def unheard(line: str, reason: str, mark: Mapping[str, Any]) -> None:
     """Tell nobody; what runs in this process needs no witness."""
 
 
@@ -69,7 +76,9 @@ class _Subject:
     def examine(self, trial: Trial) -> str | Rejected:
         """Return what `examine` says; NoEmulator where a kernel could not run, even if caught."""
         if self.announce is not unheard:
-            self.announce(self.line(trial), "")
+            self.announce(self.line(trial), "", mark(trial))
+        if self.prop.name not in NEVER_FATAL:
+            refuse_fatal(trial)
         self.seen.not_run, self.seen.failed = "", None
         outcome = examine(self.prop, self.op, trial, self.device)
         if outcome or self.seen.not_run:
@@ -91,7 +100,10 @@ class _Subject:
             return reason
         alone = replace(trial, layouts={}, step="")
         wrong = _kind(str(examine(VALUES, self.op, alone, self.device)))
-        return wrong if wrong and (wrong in reason or wrong in _kind(reason)) else reason
+        # An error is the same where another place of the check has met it.
+        error = wrong.removeprefix(f"{RAISED} ").partition(" at ")[0] if RAISED in wrong else wrong
+        texts = reason, _kind(reason), _without_numbers(reason)
+        return wrong if wrong and any(error in text for text in texts) else reason
 
     def line(self, trial: Trial) -> str:
         """Return one line of Python that shows the failure again."""
@@ -131,38 +143,41 @@ def prove_property(
         except NoEmulator:
             found, needs_gpu = _Verdict(NOT_APPLICABLE, 0, ON_A_GPU), True
     seconds = round(time.perf_counter() - start, 3)
-    kernels = sorted({name for name, _ in seen})
+    kernels, compiled = sorted(seen.started), sorted({name for name, _ in seen} - seen.started)
     return Row(
         prop.number, prop.name, found.status, found.num_trials, found.reason, found.line,
-        seconds, kernels, needs_gpu, found.cause,
+        seconds, kernels, compiled, needs_gpu, found.cause,
     )  # fmt: skip
 
 
 def _judge(subject: _Subject, quick: bool) -> _Verdict:
     prop, op, device = subject.prop, subject.op, subject.device
     whole_line = subject.call("reproduce_property", quick=quick or None)
-    subject.announce(whole_line, "")
+    subject.announce(whole_line, "", {})
     try:
         trials = sorted(prop.trials(op, quick, device), key=lambda trial: trial.size)
+    except IsFatal as known:
+        return _ended(known, 0)
     except (NotApplicable, BadSource, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever an op raises here is the finding
         subject.refuse_bad_source()
         if subject.seen.not_run:
             raise NoEmulator(subject.seen.not_run) from error
-        reason = f"{RAISED} {_describe(error)}{CHOSEN}"
+        reason = f"{RAISED} {_describe(error, op, device)}{CHOSEN}"
         return _Verdict("failed", 0, reason, whole_line, _kind(reason))
     if not trials:
         return _Verdict(NOT_APPLICABLE, 0, "the cases have no size, layout or value to change")
     listed = [*op.check_cases, *(extreme.case for extreme in op.extremes)]
     tried: list[Case] = []
-    num_redrawn, refusals, noted = 0, [], []
+    granted, refusals, noted = Leniency(), [], Remarks()
     rejection = ""
     for trial in trials:
-        with redrawn() as names, remarked() as said:
-            outcome = subject.examine(trial)
-        num_redrawn += len(names)
-        noted += said
+        try:
+            with noting(granted), remarked(noted):
+                outcome = subject.examine(trial)
+        except IsFatal as known:
+            return _ended(known, len(tried))
         if isinstance(outcome, Rejected):
             rejection = f"{outcome}{_at(outcome.__cause__ or outcome)}"
             if isinstance(outcome, Refused):
@@ -178,20 +193,25 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
     if not tried:
         reason = f"no input could be made: {rejection}"
         return _Verdict("failed", 0, reason, whole_line)
-    return _Verdict("passed", len(tried), "; ".join(_remarks(tried, noted, refusals, num_redrawn)))
+    remarks = _remarks(tried, remark_texts(noted), refusals, granted)
+    return _Verdict("passed", len(tried), "; ".join(remarks))
+
+
+def _ended(known: IsFatal, num_tried: int) -> _Verdict:
+    fatal = known.fatal
+    return _Verdict("failed", num_tried, fatal.reason, fatal.line, fatal.cause)
 
 
 def _remarks(
-    tried: Sequence[Case], noted: Sequence[str], refusals: Sequence[str], num_redrawn: int
+    tried: Sequence[Case], noted: Sequence[str], refusals: Sequence[str], granted: Leniency
 ) -> list[str]:
     remarks = [f"refuses {refusals[0]}"] if refusals else []
     if len(refusals) > 1:
         remarks.append(f"and {len(refusals) - 1} more inputs")
-    noun = "result" if num_redrawn == 1 else "results"
-    remarks += [f"{num_redrawn} {noun} drawn again"] if num_redrawn else []
+    remarks += granted.remarks()
     cases = list(dict.fromkeys(map(_case_text, tried)))
     if noted:
-        remarks = [*dict.fromkeys(noted), *remarks]
+        remarks = [*noted, *remarks]
     elif len(cases) <= MAX_NAMED_CASES:
         remarks.insert(0, f"on {'; '.join(cases)}")
     return remarks
@@ -216,14 +236,18 @@ def examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected
     except BaseException as error:  # whatever an op raises is the finding
         if isinstance(error, COMPILE_ERRORS):
             refuse_builds(op)
-        return f"{RAISED} {_describe(error)}"
+        return f"{RAISED} {_describe(error, op, device)}"
 
 
 def _kind(reason: str) -> str:
     """Return what a reason says without its numbers: which result is wrong, or what was raised."""
     if reason.startswith(RAISED):  # the line where it was stays
-        return re.sub(r"(?<![:\w])\d[\d.e+-]*", "#", reason.removesuffix(CHOSEN))
+        return _without_numbers(reason.removesuffix(CHOSEN))
     return re.sub(r"^((?:.*?: )?\D*).*", r"\1", reason, flags=re.DOTALL)
+
+
+def _without_numbers(reason: str) -> str:
+    return re.sub(r"(?<![:\w])\d[\d.e+-]*", "#", reason)
 
 
 def _broken(reason: str) -> str:
@@ -231,7 +255,9 @@ def _broken(reason: str) -> str:
     return re.sub(r"\d+", "#", reason.partition(": ")[0])
 
 
-def _describe(error: BaseException) -> str:
+def _describe(error: BaseException, op: Op, device: str) -> str:
+    if told := wrong_number_of_gradients(error, op, device):
+        return f"{type(error).__name__}: {told}"
     lines = (said(error).strip() or "no message").splitlines()
     told = next((line.strip() for line in lines if ": error:" in line), lines[0])
     if told.startswith("at ") and len(lines) > 1:  # Triton: a place in the kernel, its lines, why
@@ -247,11 +273,11 @@ def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
     """Make a failing trial smaller as long as it fails, one size at a time."""
     steps = 0
     is_smaller = True
-    subject.announce(subject.line(trial), reason)
+    subject.announce(subject.line(trial), reason, mark(trial))
     while is_smaller:
         is_smaller = False
         for name, size in trial.case.shape.items():
-            for smaller in sorted({n for n in (1, 2, size // 2, size - 1) if 0 < n < size}):
+            for smaller in _smaller_sizes(size):
                 if steps >= MAX_SHRINK_STEPS:
                     return trial, reason
                 steps += 1
@@ -260,6 +286,51 @@ def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
                 # An error of a size too small, or another result, is another thing.
                 if isinstance(outcome, str) and _broken(outcome) == _broken(reason):
                     trial, reason, is_smaller = candidate, outcome, True
-                    subject.announce(subject.line(trial), reason)
+                    subject.announce(subject.line(trial), reason, mark(trial))
                     break
     return trial, reason
+
+
+def _smaller_sizes(size: int) -> list[int]:
+    return sorted({n for n in (1, 2, size // 2, size - 1) if 0 < n < size})
+
+
+def try_smaller(
+    prop: Property,
+    op: Op,
+    quick: bool,
+    device: str,
+    line: str,
+    sizes: Mapping[str, int],
+    tried: Collection[str],
+    announce: Announce,
+) -> None:
+    """Run inputs that are smaller than one that has ended a process, each announced before.
+
+    One that ends this process, too, is where the next begins.
+
+    Args:
+        prop: the property.
+        op: the op.
+        quick: whether the inputs are those of the quick check.
+        device: "cpu" or "cuda".
+        line: what runs the input again that ended the first process.
+        sizes: of the smallest input so far that ended one.
+        tried: lines of the smaller inputs that need not run again.
+        announce: told of each.
+    """
+    with launches() as seen, restored():
+        source = source_of(op).removeprefix(f"{Path.cwd()}/")
+        subject = _Subject(prop, op, device, seen, announce, source)
+        for trial in prop.trials(op, quick, device):
+            if subject.line(trial) == line:
+                break
+        else:
+            return
+        trial = trial.resized(**sizes)
+        for name, size in sizes.items():
+            for smaller in _smaller_sizes(size):
+                candidate = trial.resized(**{name: smaller})
+                if subject.line(candidate) not in tried:
+                    announce(subject.line(candidate), "", mark(candidate))
+                    examine(prop, op, candidate, device)

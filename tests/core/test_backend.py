@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from nearlight.core import backend
 
@@ -21,6 +22,25 @@ def test_a_forced_backend_is_never_replaced():
         # The call's own wish comes first.
         assert not backend.use_triton("reference", CPU)
     assert not backend.use_triton("auto", CPU)
+
+
+def test_inside_forward_mode_auto_is_the_reference_and_a_kernel_is_refused():
+    """Torch would answer 0: it drops the tangents of what needs no gradient in a library's op."""
+
+    class OnGpu:
+        is_cuda = True
+        device = torch.device("cuda")
+
+    assert backend.use_triton("auto", OnGpu())
+    with forward_ad.dual_level():
+        assert not backend.use_triton("auto", OnGpu())
+        choice = backend.choose("auto", OnGpu())
+        assert choice.backend == "reference" and "torch.func.jvp" in choice.reason
+        assert not backend.use_triton("reference", CPU)
+        for call in (backend.use_triton, lambda b, x: backend.use_cuda("cuda", x)):
+            with pytest.raises(NotImplementedError, match="use backend='reference'"):
+                call("triton", CPU)
+    assert backend.use_triton("triton", CPU)
 
 
 def test_force_is_undone_after_an_error():

@@ -6,7 +6,7 @@ import torch
 
 from nearlight.core import cuda_arguments
 from nearlight.core.cuda import Kernel
-from nearlight.core.cuda_arguments import Parameter
+from nearlight.core.cuda_arguments import Parameter, Template, templates
 
 ROW_SUM = Path(__file__).parent / "kernels" / "row_sum.cu"
 
@@ -19,6 +19,30 @@ def test_parameters_are_read_from_the_source():
         Parameter("scale", "float", False),
     )
     assert [p.type for p in Kernel(ROW_SUM, "fill").parameters] == ["int", "int", "unsigned"]
+
+
+def test_templates_that_nobody_instantiates_are_read_with_their_namespace_and_line():
+    source = """
+    // template <int N> __global__ void no() {}
+    #define KERNEL(n) template <int N> \\
+      __global__ void n() {}
+    namespace a::b { struct S { int x; };
+    template <typename T,
+              int N = 4>
+    static __global__ void __launch_bounds__(128) f(T* x);
+    template <typename T, int N> __global__ void f(T* x) { x[0] = N; }
+    }
+    namespace { template <class T> __global__ void g(T x) {} }
+    template <> __global__ void g<int>(int x) {}
+    template <typename T> __device__ T h(T x) { return x; }
+    __global__ void plain(int* x) { *x = h(1); }
+    template <int N> __global__ void made() {}
+    template __global__ void made<3>();
+    """
+    assert templates(source) == [
+        Template("a::b::f", "typename T, int N = 4", 8),
+        Template("g", "class T", 11),
+    ]
 
 
 def test_comments_and_nested_templates_do_not_confuse_the_parameters():

@@ -1,9 +1,10 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
 from nearlight.core import cuda_sources
-from nearlight.core.cuda_sources import has_macro_header, sources
+from nearlight.core.cuda_sources import has_macro_header, own_sources, sources
 
 ROW_SUM = Path(__file__).parent / "kernels" / "row_sum.cu"
 
@@ -59,6 +60,29 @@ def test_every_spelling_of_an_include_is_followed(tree):
         d_h="",
     )
     assert names(folder) == [str(folder / f) for f in ("a.h", "b.h", "c.h", "d.h", "k.cu")]
+
+
+def test_own_sources_are_those_that_no_package_brings(tree):
+    folder = tree(
+        k_cu='#include <cuda_bf16.h>\n#include "nearlight/reduce.cuh"\n#include "a.h"\n', a_h="1"
+    )
+    found = own_sources(folder / "k.cu")
+    assert list(found) == [str(folder / "k.cu"), str(folder / "a.h")] and found[str(folder / "a.h")]
+
+
+def test_the_folder_of_libcudacxx_is_found_in_either_layout(tmp_path, monkeypatch):
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    for layout in ("cu13/include/cccl", "cuda_cccl/include"):
+        cuda_sources.libcudacxx.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_sources, "find_spec", lambda name: spec)
+            before = cuda_sources.libcudacxx()
+            (tmp_path / layout / "cuda" / "std").mkdir(parents=True)
+            (tmp_path / layout / "cuda" / "std" / "cmath").touch()
+            cuda_sources.libcudacxx.cache_clear()
+            assert before is None and cuda_sources.libcudacxx() == tmp_path / layout
+        shutil.rmtree(tmp_path / layout)
+    cuda_sources.libcudacxx.cache_clear()
 
 
 def test_headers_beside_a_link_are_found_where_the_link_is(tree):

@@ -4,7 +4,7 @@ from torch.library import opcheck
 
 from nearlight.core.cost import Cost, formula_for
 from nearlight.core.launch import described_launches
-from nearlight.core.register import register_op, replacing
+from nearlight.core.register import register_op, sparing_others
 
 _triple_bwd = register_op(
     "test_triple_bwd(Tensor dout) -> Tensor",
@@ -105,9 +105,18 @@ def test_an_op_of_the_same_name_in_another_file_is_refused(tmp_path):
         exec(compile(text, first, "exec"), {})
     with pytest.raises(ValueError, match=rf"same is defined in {first} and again in {second}"):
         exec(compile(text, second, "exec"), {})
-    with replacing():
-        exec(compile(text, second, "exec"), found := {})
-    assert found["op"](torch.ones(2)).tolist() == [1, 1]
+    exec(compile(text, first, "exec"), kept := {})
+    found = [kept]
+    for file in (first, second, second):
+        with sparing_others():
+            exec(compile(text, file, "exec"), read := {})
+        found.append(read)
+    assert all(each["op"](torch.ones(2)).tolist() == [1, 1] for each in found)
+    names = [each["op"]._schema.name for each in found]
+    assert names == ["nearlight_test_twice::same"] + [
+        f"nearlight_test_twice_{number}::same" for number in (2, 3, 4)
+    ]
+    assert all(formula_for(name) for name in names)
 
 
 def test_on_meta_tensors_the_implementation_runs_where_launches_are_described():

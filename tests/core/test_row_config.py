@@ -5,11 +5,14 @@ import torch
 
 from nearlight.core.hardware import find_gpu
 from nearlight.core.row_config import (
+    MAX_BLOCK,
     backward_candidates,
     backward_config,
     forward_candidates,
     forward_config,
+    tunable_config,
 )
+from nearlight.core.tuned import recorded
 
 
 def test_forward_tile_leaves_no_sm_idle():
@@ -68,3 +71,30 @@ def test_a_launch_without_room_says_why():
         2: "200704 bytes of shared memory, a block has 101376",
         3: "397312 bytes of shared memory, a block has 101376",
     }
+
+
+def test_a_tunable_rule_is_that_of_what_an_op_reads_and_sums():
+    gpu, dtype = find_gpu("h200"), torch.bfloat16
+    plain = tunable_config("plain")
+    assert plain is not tunable_config("plain")  # each has its own tuned rows
+    both = tunable_config("both", num_sums=2, num_upstream=2, elements_per_thread=64)
+    for width in (128, 4096, MAX_BLOCK // 2, MAX_BLOCK, MAX_BLOCK + 1):
+        shape = 16384, width
+        assert plain(shape, dtype, gpu) == forward_config(shape, gpu)
+        assert plain(shape, dtype, gpu, "backward") == backward_config(shape, dtype, gpu)
+        assert both(shape, dtype, gpu, "backward") == backward_config(shape, dtype, gpu, 2, 2)
+        elements = 64 if width <= MAX_BLOCK // 2 else 32
+        assert both(shape, dtype, gpu) == forward_config(shape, gpu, elements, MAX_BLOCK // 4)
+    assert both(shape, dtype, None) == forward_config(shape, None)
+
+
+def test_candidates_of_a_tunable_rule_are_those_of_its_sums():
+    found = tunable_config("both", num_sums=2, num_upstream=2)
+    shape, dtype, gpu = (4096, 8192), torch.bfloat16, find_gpu("h200")
+    with recorded() as asked:
+        found(shape, dtype, gpu)
+        found(shape, dtype, gpu, "backward")
+    forward, backward = (each.choice.candidates(**each.arguments) for each in asked)
+    assert forward == forward_candidates(shape, gpu)
+    assert backward == backward_candidates(shape, dtype, gpu, 2, 2)
+    assert backward != backward_candidates(shape, dtype, gpu)

@@ -18,10 +18,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 VARIANTS = {
     "plain": {},
     "tied, wide heads": {"tie_word_embeddings": True, "head_dim": 32},
     "llama3 rope": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
 
@@ -77,8 +85,8 @@ def test_position_ids_shift_the_sequence(make_model: Make, batch: Any) -> None:
         ("Llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type='linear'",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type='dynamic'",
         ),
     ],
 )

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from nearlight.core import backend
 from nearlight.core.numerics import judge
-from nearlight.nn import Llama3Scaling, RotaryEmbedding
+from nearlight.nn import RotaryEmbedding
+from nearlight.ops import rope_tables
 
 
 @pytest.mark.parametrize("forced", ["reference", "triton"])
@@ -30,15 +32,43 @@ def test_turns_each_pair_by_its_angle(forced: backend.Backend) -> None:
     assert rope.state_dict() == {}
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
 def test_llama3_scaling_keeps_short_waves_and_divides_long_ones() -> None:
-    scaling = Llama3Scaling(8.0, 1.0, 4.0, original_max_position_embeddings=8192)
-    wave_lengths = torch.tensor([100.0, 2048.0, 8192.0, 100_000.0])
-    scaled = 2 * math.pi / scaling.apply(2 * math.pi / wave_lengths)
-    torch.testing.assert_close(scaled / wave_lengths, torch.tensor([1.0, 1.0, 8.0, 8.0]))
-    middle = scaling.apply(torch.tensor([2 * math.pi / 4096.0]))  # 2 turns: a third kept
-    torch.testing.assert_close(middle * 4096 / (2 * math.pi), torch.tensor([1 / 3 + 2 / 24]))
+    plain, scaled = (RotaryEmbedding(128, 500_000.0, s).inv_freq for s in (None, LLAMA3))
+    waves = 2 * math.pi / plain
+    assert torch.equal(scaled[waves < 2048], plain[waves < 2048])
+    assert torch.equal(scaled[waves > 8192], plain[waves > 8192] / 8)
+    between = (waves > 2048) & (waves < 8192)
+    assert between.sum() > 3 and (scaled[between] < plain[between]).all()
+    assert (scaled[between] > plain[between] / 8).all()
 
 
-def test_an_odd_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="rotary_dim=5"):
+@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_are_those_of_the_op_whatever_the_models_dtype(
+    scaling: dict[str, Any] | None, dtype: torch.dtype
+) -> None:
+    rope = RotaryEmbedding(64, 1e6, scaling).to(dtype)
+    positions = torch.tensor([[0, 1, 5000, 100_001]])
+    expected = rope_tables(64, positions, 1e6, parameters=scaling, dtype=dtype)
+    assert all(map(torch.equal, rope.tables(positions, dtype), expected))
+    assert ("yarn" in repr(rope)) is (scaling is YARN)
+
+
+def test_what_it_does_not_take_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 entries of a head would turn"):
         RotaryEmbedding(5)
+    with pytest.raises(ValueError, match=r"give RotaryEmbedding theta .*nearlight.ops.rope_tables"):
+        RotaryEmbedding(4, 1e4, {"rope_theta": 1e4, "mrope_section": [1, 1]})
+    with pytest.raises(ValueError, match="goes by the positions: use rope_tables"):
+        dynamic = {"rope_type": "dynamic", "factor": 2.0, "max_position_embeddings": 10}
+        RotaryEmbedding(4, 1e4, dynamic)

@@ -39,7 +39,14 @@ def _assert_right(
     outputs = trial.flatten(plain(**inputs))
     if upstream is None:
         generator = torch.Generator().manual_seed(7919)
-        upstream = [torch.randn(output.shape, generator=generator) for output in outputs]
+        upstream = [
+            torch.randn(
+                output.shape,
+                generator=generator,
+                dtype=torch.promote_types(output.dtype, torch.float32),
+            )
+            for output in outputs
+        ]
     upstream = [upstream] if isinstance(upstream, torch.Tensor) else upstream
     upstream = [g.to(output.dtype) for g, output in zip(upstream, outputs, strict=True)]
     actual, expected = trial.run(ours, inputs, upstream), trial.run(plain, inputs, upstream)

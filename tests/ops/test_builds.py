@@ -11,28 +11,35 @@ from nearlight.ops import OPS, _softmax
 from nearlight.ops._logits import split_add_
 from nearlight.ops.adamw import registration as adamw
 from nearlight.ops.group_norm import registration as group_norm
-from nearlight.ops.layer_norm import registration as layer_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.linear_log_prob import kernels as linear_log_prob
-from nearlight.ops.rms_norm import registration as rms_norm
 from nearlight.ops.rope import registration as rope
 from nearlight.workbench.launches import launches
 
 ARCHES = sorted({gpu.arch.rstrip("a") for gpu in GPUS.values()})
 
 
-def launch_residual_norm(kernels):
+def launch_row_norm(name):
+    norm = sys.modules[f"nearlight.ops.{name}"].norm
     for width, wide in ((96, torch.float32), (20_000, torch.bfloat16)):
         x = torch.ones(5, width, dtype=torch.bfloat16)
-        kernels.run_both(x, x.to(wide))
+        norm.run_both(x, x.to(wide))
+
+
+def launch_rms_norm():
+    launch_row_norm("rms_norm")
+
+
+def launch_layer_norm():
+    launch_row_norm("layer_norm")
 
 
 def launch_add_rms_norm():
-    launch_residual_norm(sys.modules["nearlight.ops.add_rms_norm"].kernels)
+    launch_row_norm("add_rms_norm")
 
 
 def launch_add_layer_norm():
-    launch_residual_norm(sys.modules["nearlight.ops.add_layer_norm"].kernels)
+    launch_row_norm("add_layer_norm")
 
 
 def launch_adamw():
@@ -42,20 +49,6 @@ def launch_adamw():
     adamw.step_out_of_place(
         *([tensor] for tensor in (p, p, *states, step)), None, None, None, *hyper, False, None
     )
-
-
-def launch_rms_norm():
-    for width in (96, 20_000):
-        x = torch.ones(5, width)
-        rstd = rms_norm.forward(x, x[0], 1e-6, 0.0, True, x.dtype)[1]
-        rms_norm.backward(x, x, x[0], rstd, 0.0, True, True)
-
-
-def launch_layer_norm():
-    for width in (96, 20_000):
-        x = torch.ones(5, width)
-        _, mean, rstd = layer_norm.forward(x, x[0], x[0], 1e-5, x.dtype)
-        layer_norm.backward(x, x, x[0], x[0], mean, rstd, [True, True, True])
 
 
 def launch_gated(kernels):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from nearlight.core.hardware import find_gpu
 from nearlight.core.launch import launched_as_on
 from nearlight.core.numerics import judge
 from nearlight.core.triton import compile_for
-from nearlight.ops import OPS, _softmax_config, log_softmax, softmax
+from nearlight.ops import OPS, log_softmax, softmax
 
 FUNCTIONS = {"softmax": softmax, "log_softmax": log_softmax}
 names = pytest.mark.parametrize("name", FUNCTIONS)
@@ -240,16 +238,3 @@ def test_contiguous_tensors_move_in_16_byte_vectors(name):
             for line in ptx.splitlines():
                 if "ld.global" in line or "st.global" in line:
                     assert ".v4.b32" in line, line
-
-
-def test_config_gives_programs_more_warps_where_they_read_more():
-    config, h200 = sys.modules["nearlight.ops.softmax"].config, find_gpu("h200")
-
-    def num_warps(width, direction, dtype=torch.bfloat16):
-        return config((4096, width), dtype, h200, direction).num_warps
-
-    assert [num_warps(width, "forward") for width in (32_768, 131_072, 262_144)] == [8, 16, 32]
-    assert [num_warps(width, "backward") for width in (32_768, 131_072)] == [8, 32]
-    assert num_warps(65_536, "forward", torch.float32) == 16
-    chosen = config((4096, 131_072), torch.bfloat16, h200, "forward")
-    assert chosen in _softmax_config.candidates((4096, 131_072), torch.bfloat16, h200, "forward")

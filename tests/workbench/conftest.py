@@ -94,7 +94,8 @@ def write_package(tmp_path: Path, write_op: Callable[..., Path]) -> Callable[[],
 
 def one_matrix(case, device, generator):
     """Return x of a case's sizes."""
-    x = torch.randn(*case.shape.values(), generator=generator, device=device)
+    wide = torch.promote_types(case.dtype, torch.float32)
+    x = torch.randn(*case.shape.values(), generator=generator, device=device, dtype=wide)
     return {"x": x.to(case.dtype).requires_grad_()}
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nearlight.core.errors import BadInput, MissingPart
+from nearlight.workbench import apart
 from nearlight.workbench.apart import _place, check_apart
 from nearlight.workbench.check import check
 from nearlight.workbench.load import load_op
@@ -119,6 +120,21 @@ def test_a_crash_while_a_failure_is_made_smaller_keeps_the_failure(write_op: Wri
     assert row["reason"].endswith("(a smaller input: ended the process with exit code 7)")
 
 
+def test_an_input_that_ends_its_process_is_made_smaller(write_op: WriteOp):
+    file = write_op(body="x.shape[0] > 8 and os._exit(7)")
+    rows = check_apart(str(file), only=["values", "poison"]).rows
+    assert "'values', {'rows': 9, 'columns': 1}" in rows[0]["reproduce"]
+    assert rows[0]["reason"] == "ended the process with exit code 7"
+    assert rows[1]["same_as"] == "values"  # on the same input, which is not run again
+
+
+def test_how_far_an_input_was_made_smaller_is_said(write_op: WriteOp, monkeypatch):
+    monkeypatch.setattr(apart, "SMALLER_SECONDS", 0.0)
+    (row,) = check_apart(str(write_op(body="x.shape[0] > 4 and os._exit(7)")), only=["values"]).rows
+    assert row["reason"].endswith("exit code 7; made smaller for 0 s, not to the end")
+    assert "{'rows': 9, 'columns': 5}" in row["reproduce"]
+
+
 def test_an_op_that_forks_and_comes_back_twice_does_not_multiply(write_op: WriteOp, tmp_path: Path):
     log = tmp_path / "log"
     log.touch()
@@ -170,14 +186,14 @@ def test_the_command_line_tells_a_broken_op_from_a_broken_file(
 
 
 def test_the_report_is_that_of_a_check_in_this_process():
-    apart = check_apart(str(TWINS), quick=True).to_dict()
+    there = check_apart(str(TWINS), quick=True).to_dict()
     here = check(load_op(str(TWINS)), quick=True).to_dict()
-    for report in (apart, here):
+    for report in (there, here):
         for row in report["rows"]:
             del row["seconds"]
-    assert apart.pop("next") == f"nearlight inspect {TWINS}"
-    assert here.pop("next") == f"nearlight inspect {TWINS}:OP"
-    assert apart == here
+    assert there.pop("next") == f"nearlight check {TWINS}"
+    assert here.pop("next") == f"nearlight check {TWINS}:OP"
+    assert there == here
 
 
 IMPORTS = [

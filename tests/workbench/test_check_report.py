@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_report, broken
+from nearlight.workbench.check_report import (
+    NOT_APPLICABLE,
+    ON_A_GPU,
+    Header,
+    Row,
+    as_report,
+    broken,
+)
 
 HEADER = Header("scale", "my_op.py", False, "cpu", "", {"torch": "2"})
 PASSED = Row(1, "values", "passed", 3, "", "", 0.1, ["k"])
@@ -26,14 +33,48 @@ NEVER = Row(4, "size", NOT_APPLICABLE, 0, "the record names no case for a GPU", 
             "scale: 1 of 2 properties hold, 1 needs a GPU; broken: layouts",
             False,
         ),
-        ([GPU], "scale: values not run; 0 of 0 properties hold, 1 needs a GPU", False),
+        ([GPU], "scale: nothing is proved here: determinism needs a GPU", True),
+        ([NEVER], "scale: nothing is proved here: size not applicable", True),
+        (
+            [replace(GPU, property="values"), replace(PASSED, property="size")],
+            "scale: values not run; 1 of 1 properties hold, 1 needs a GPU",
+            True,
+        ),
     ],
 )
 def test_the_answer_counts_what_holds_and_what_needs_a_gpu(rows, answer, passed):
     report = as_report(HEADER, rows)
     assert report.answer == answer
     assert report.proof is not None and report.proof.passed is passed
-    assert bool(broken(report)) is not passed
+    assert bool(broken(report)) is not (passed and rows != [NEVER])
+
+
+def test_a_process_that_a_stray_write_ends_names_the_property_that_saw_it():
+    stray = replace(FAILED, property="poison", reason="wrote 4 bytes past the end of y")
+    ended = [
+        replace(FAILED, property="size", reason=f"ended by SIG{name}") for name in ("SEGV", "INT")
+    ]
+    report = as_report(HEADER, [ended[0], stray])
+    assert [row.get("same_as") for row in report.rows] == ["poison", None]
+    assert report.next == stray.reproduce
+    for rows in ([ended[1], stray], [ended[0], replace(stray, reason="output: 3")]):
+        assert not [row for row in as_report(HEADER, rows).rows if "same_as" in row]
+
+
+def test_of_a_part_of_the_check_it_is_said_what_was_asked_for():
+    header = replace(HEADER, only=("values", "size"))
+    compiled = replace(PASSED, property="size", kernels=[], compiled=["k<float>", "k<double>"])
+    waiting = replace(GPU, property="values", reason=ON_A_GPU)
+    report = as_report(header, [compiled])
+    assert report.setup == "check of values, size alone, compiled and read, not run: k"
+    assert str(report.proof.verdict) == "passed" and report.next == "nearlight check my_op.py"
+    report = as_report(header, [compiled, waiting])
+    assert report.proof.verdict == "incomplete" and report.proof.passed
+    assert report.proof.method == (
+        "values, size alone; compiled and read, not run; CUDA C++ runs on a GPU alone; "
+        "not proved here: values"
+    )
+    assert report.next == "on a machine with a GPU: nearlight check my_op.py --device cuda"
 
 
 def test_each_cause_is_told_once_and_what_has_it_names_the_first():
@@ -50,7 +91,7 @@ def test_each_cause_is_told_once_and_what_has_it_names_the_first():
 def test_a_proof_without_values_is_incomplete():
     report = as_report(HEADER, [replace(GPU, property="values"), replace(PASSED, property="size")])
     assert report.proof is not None and report.proof.passed and report.proof.is_partial
-    assert "proof incomplete: compiled and read, values not run" in str(report)
+    assert "proof incomplete: interpreted; not proved here: values" in str(report)
     assert "proof passed: " in str(as_report(HEADER, [PASSED, GPU]))
     assert "proof failed: " in str(as_report(HEADER, [replace(GPU, property="values"), FAILED]))
 
@@ -66,6 +107,9 @@ def test_what_is_broken_comes_with_the_line_that_shows_it():
     report = as_report(HEADER, [PASSED, FAILED])
     assert broken(report) == ["layouts: output differs\n  reproduce(1)"]
     assert report.next == "reproduce(1)"
-    assert as_report(HEADER, [PASSED]).next == "nearlight inspect my_op.py"
-    nothing = broken(as_report(HEADER, [GPU]))
-    assert nothing == ["no property could be judged here", f"determinism: {GPU.reason}"]
+    following = "nearlight inspect my_op.py  # then, with a GPU: nearlight bench my_op.py"
+    assert as_report(HEADER, [PASSED]).next == following
+    assert as_report(replace(HEADER, quick=True), [PASSED]).next == "nearlight check my_op.py"
+    assert as_report(replace(HEADER, device="cuda"), [PASSED]).next == "nearlight bench my_op.py"
+    nothing = broken(as_report(HEADER, [NEVER]))
+    assert nothing == ["no property could be judged here", f"size: {NEVER.reason}"]

@@ -10,6 +10,7 @@ from nearlight.core.op import Case, Extreme
 from nearlight.workbench import bench
 from nearlight.workbench.check import check
 from nearlight.workbench.trial import Trial, make_inputs
+from nearlight.workbench.work import Machine
 
 
 def two_matrices(case, device, generator):
@@ -94,7 +95,7 @@ def test_the_op_and_its_peers_are_timed_with_the_list(plain_op, monkeypatch: pyt
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(bench, "MIN_REPEATS", 2)
     op = plain_op(product, make_inputs=two_matrices, peers={"other": lambda: product})
-    machine = bench.Machine("cpu", find_gpu("h200"))
+    machine = Machine("cpu", find_gpu("h200"))
     rows = bench.measure(op, machine, ["other"], op.check_cases[:1])
     timed = [row for row in rows if row["implementation"] in (bench.OURS, "other")]
     assert len(timed) == 8

@@ -1,18 +1,20 @@
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from nearlight.core import cuda
 from nearlight.core.machine_code import MachineCode
 from nearlight.core.occupancy import occupancy
 from nearlight.core.op import KernelBuild
 from nearlight.workbench.inspect import Look, inspect
 from nearlight.workbench.inspect_advice import advise
+from nearlight.workbench.load import load_file
 
 HERE = Path(__file__).parent
 PY = str(HERE / "inspected.py")
-BUILD = KernelBuild(SimpleNamespace(), {}, {}, num_threads=256)
+SUM = cuda.Kernel(HERE / "kernels" / "inspected.cu", "sum")
+BUILD = KernelBuild(SUM, {}, {}, num_threads=256)
 CODE = MachineCode("k", "sm_90a", 32, 0, 0, 0, 0, {"LDG.E.128": 1, "FFMA": 7}, b"")
 
 
@@ -40,11 +42,18 @@ def test_the_gravest_comes_first_and_archs_come_together():
         "cannot be launched on sm_86",
         "registers spill on sm_80, sm_90a",
     ]
-    assert found[0].evidence == "sm_86: 103424 bytes of shared memory, a block has 101376"
+    assert found[0].evidence == (
+        f"sm_86: {SUM.path}:24: 103424 bytes of shared memory, a block has 101376"
+    )
     assert found[1].evidence == (
         "sm_80, sm_90a: 8 bytes of spill stores and 12 of loads at 32 registers"
     )
-    assert "num_warps" in found[1].next_step
+    assert "__launch_bounds__" in found[1].next_step
+    build = KernelBuild(load_file(Path(PY))._copy_kernel, {}, {}, num_threads=256)
+    refused, spills = advise([look(build=build, shared_bytes=1 << 20, **spilling)])
+    line = Path(PY).read_text().splitlines().index("def _copy_kernel(") + 1
+    assert f"inspected.py:{line}: 1048576 bytes of shared memory" in refused.evidence
+    assert "num_warps" in spills.next_step
 
 
 def test_a_kernel_is_named_where_there_are_several():
@@ -55,7 +64,9 @@ def test_a_kernel_is_named_where_there_are_several():
 def test_a_block_past_its_launch_bounds_or_registers_cannot_be_launched():
     assert titles(look(num_threads=128)) == ["cannot be launched on sm_90a"]
     (finding,) = advise([look(registers=255, build=replace(BUILD, num_threads=512))])
-    assert finding.evidence == "sm_90a: 512 threads × 255 registers"
+    assert finding.evidence == f"sm_90a: {SUM.place}: 512 threads × 255 registers"
+    (finding,) = advise([look(build=replace(BUILD, num_threads=2048))])
+    assert finding.evidence.endswith(": 2048 threads, a block has 1024")
 
 
 def test_local_memory_without_a_spill_is_an_array():

@@ -51,9 +51,9 @@ def test_ops_of_one_name_in_two_languages_are_compared(tmp_path):
     assert [row["kernel"] for row in report.rows[::2]] == [
         "_twofold_fwd_kernel bf16 → twofold_fwd<__nv_bfloat16, float>",
         "_twofold_bwd_kernel bf16/fp32 → twofold_bwd<__nv_bfloat16, float>",
-        "_column_sum_kernel fp32/bf16 → twofold_sum<__nv_bfloat16, float>",
     ]
-    assert "alone" not in report.setup and report.next.endswith(files[1])
+    assert f"in {files[0]} alone: _column_sum_kernel; in {files[1]} alone: " in report.setup
+    assert "twofold_bwd<double, double>" in report.setup and report.next.endswith(files[1])
     report = inspect(f"{files[1]}:twofold_bwd", ["sm_90"], other=f"{files[0]}:_twofold_bwd_kernel")
     assert len(report.rows) == 2
     with pytest.raises(ValueError, match="twofold_ops::twofold_.* is defined in .* and again in"):
@@ -67,6 +67,8 @@ PAIRED = [
     (["_f_fwd_kernel", "_sum_kernel fp32"], ["h", "f_fwd<c, d>"],
      ["_f_fwd_kernel-f_fwd<c, d>", "_sum_kernel fp32-h"]),
     (["f", "g", "h"], ["_f_kernel", "i", "j"], ["f-_f_kernel"]),
+    (["_f_kernel bf16/fp32"], ["f<float, float>", "f<__nv_bfloat16, float>"],
+     ["_f_kernel bf16/fp32-f<__nv_bfloat16, float>"]),
 ]  # fmt: skip
 
 

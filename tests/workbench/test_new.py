@@ -21,6 +21,8 @@ from nearlight.workbench import bench
 from nearlight.workbench.check import check
 from nearlight.workbench.load import load_op
 from nearlight.workbench.new import LANGUAGES, new, render
+from nearlight.workbench.trial import Trial, make_inputs
+from nearlight.workbench.work import Machine
 
 edit = runpy.run_path(str(Path(__file__).with_name("edited.py")))["edit"]
 ORDER = "reference Config config forward backward _backward_op _forward_op gain OP".split()
@@ -50,7 +52,7 @@ def test_the_triton_op_passes_the_quick_check(written):
     # Those of the check's run-time properties that a quick check has say something of it.
     found = {row["property"]: row["status"] for row in report.rows}
     assert {found[name] for name in ("values", "layouts", "poison")} == {"passed"}
-    assert "_triton_gain_bwd_kernel" in report.proof.method
+    assert "_triton_gain_bwd_kernel" in report.setup
 
 
 def test_the_cuda_op_says_what_cannot_be_proved_without_a_gpu_and_fails_nothing(written):
@@ -58,14 +60,23 @@ def test_the_cuda_op_says_what_cannot_be_proved_without_a_gpu_and_fails_nothing(
     rows = check(op, quick=True).rows
     assert not [row for row in rows if row["status"] == "failed"]
     (values,) = (row for row in rows if row["property"] == "values")
-    assert values["status"] == "not applicable" and "CUDA C++" in values["reason"]
+    assert values["status"] == "not applicable" and values["reason"] == "needs a GPU"
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_its_inputs_in_fp64_are_no_numbers_of_fp32(written, lang):
+    _, op = written[lang]
+    (case,) = (case for case in op.check_cases if case.dtype == torch.float64)
+    for tensor in make_inputs(op, Trial(case), "cpu").values():
+        assert not torch.equal(tensor, tensor.float().double())
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_its_kernels_keep_their_budgets(written, lang):
     _, op = written[lang]
     builds = op.builds("sm_90")
-    assert len(builds) == 3  # forward, backward and its sum
+    # Forward, backward and its sum; in CUDA C++ of each dtype, for nothing else compiles them.
+    assert len(builds) == (3 if lang == "triton" else 3 * len({c.dtype for c in op.check_cases}))
     for build in builds:
         assert check_budget(build, compile_build(build, "sm_90")) == []
 
@@ -93,7 +104,7 @@ def edited(file: Path, lang: str, right: str = "", wrong: str = "") -> Op:
 def test_edits_at_the_three_places_make_another_op_with_other_arguments(tmp_path):
     report = check(edited(tmp_path / "swish.py", "triton"), quick=True)
     assert report.proof.passed, report.rows
-    assert "_bwd_kernel" in report.proof.method
+    assert "_bwd_kernel" in report.setup
 
 
 def test_a_fault_of_such_an_edit_is_found(tmp_path):
@@ -170,7 +181,7 @@ def test_it_is_timed_beside_plain_pytorch(written, lang, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(bench, "MIN_REPEATS", 2)
     cases = [next(case for case in op.check_cases if case.shape["columns"] == 65)]
-    rows = bench.measure(op, bench.Machine("cpu", find_gpu("h200")), cases=cases)
+    rows = bench.measure(op, Machine("cpu", find_gpu("h200")), cases=cases)
     timed = {row["implementation"] for row in rows if row.get("time_us", 0) > 0}
     assert {"nearlight", "torch", "compile"} <= timed
 

@@ -13,7 +13,9 @@ from nearlight.workbench.load import load_op
 from nearlight.workbench.trial import (
     UPSTREAM,
     Rejected,
+    Result,
     Trial,
+    held_to,
     make_inputs,
     make_upstream,
     run,
@@ -81,6 +83,33 @@ def test_the_truth_is_in_fp64_on_the_same_values():
     assert expected.truth.outputs[0].dtype == torch.float64
     x, weight = expected.inputs["x"].detach(), expected.inputs["weight"].detach()
     assert torch.equal(expected.truth.outputs[0], x.double() * weight.double())
+
+
+def test_what_fp64_errs_holds_no_rounding_of_the_inputs():
+    """x - 1 is exact in fp32: that x is no number of fp32 is not what the op must answer for."""
+    inputs = {"x": torch.tensor([1 + 2.0**-40, 1 + 2.0**-30], dtype=torch.float64)}
+    expected = held_to(lambda inputs, upstream: Result([inputs["x"] - 1], {}), inputs, ())
+    assert torch.equal(expected.plain.outputs[0], expected.truth.outputs[0])
+
+
+def test_the_signs_of_the_terms_are_drawn_by_the_trials_seed():
+    seeds = {}
+    for seed in (0, 1):
+        given = standard(OP, Trial(CASE), "cpu")
+        signs = []
+
+        def compute(inputs, upstream, signs=signs):
+            signs.append(upstream[0].sign())
+            return run(OP.reference, inputs, upstream)
+
+        expected = held_to(compute, given.inputs, given.upstream, seed=seed)
+        signs.clear()
+        terms = expected.terms()
+        assert len(signs) == 8
+        # Of a product each gradient is one term: its size does not depend on the sign.
+        assert torch.allclose(terms["x"], expected.truth.gradients["x"].abs())
+        seeds[seed] = torch.stack(signs)
+    assert not torch.equal(seeds[0], seeds[1])
 
 
 def test_an_input_the_op_does_not_make_is_rejected():

@@ -23,10 +23,10 @@ from nearlight.core.op import Case, Op
 from nearlight.core.timing import Timing
 from nearlight.core.triton import Kernel
 from nearlight.workbench import tune as tune_module
-from nearlight.workbench.bench import Machine
 from nearlight.workbench.trial import Trial, make_inputs
 from nearlight.workbench.tune import cases_named, search, tune
 from nearlight.workbench.tune_report import Found, report_of
+from nearlight.workbench.work import Machine, expected_of
 
 H200 = find_gpu("h200")
 MACHINE = Machine("cpu", H200)
@@ -352,7 +352,7 @@ def test_every_candidate_of_our_ops_is_right(name, shape):
     with backend.force("triton"):
         all_asked = list(tune_module._asked(op, inputs, Trial(case)))
         assert all_asked
-        expected, _ = tune_module.bench._standard(op, inputs, Trial(case), True)
+        expected, _ = expected_of(op, inputs, Trial(case), True)
         for asked, direction in all_asked:
             listed = asked.choice.candidates(**{**asked.arguments, "gpu": H200})
             place = Found(asked, case, direction, None)

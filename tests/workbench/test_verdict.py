@@ -14,11 +14,11 @@ from nearlight.core import cuda
 from nearlight.core.op import Case
 from nearlight.workbench import verdict
 from nearlight.workbench.check import check
-from nearlight.workbench.check_report import NOT_APPLICABLE
+from nearlight.workbench.check_report import NOT_APPLICABLE, ON_A_GPU
 from nearlight.workbench.load import load_op
 from nearlight.workbench.property import Property
 from nearlight.workbench.trial import Rejected, Trial
-from nearlight.workbench.verdict import ON_A_GPU, _describe, prove_property
+from nearlight.workbench.verdict import _describe, prove_property
 
 TWINS = Path(__file__).with_name("twins.py")
 OP = load_op(str(TWINS))
@@ -54,7 +54,7 @@ def test_each_input_is_announced_before_it_runs_and_each_smaller_failure_with_it
             raise Rejected("none of one row")
         return "too many rows" if rows > 3 else ""
 
-    def announce(line: str, reason: str):
+    def announce(line: str, reason: str, mark: object):
         told.append((line.partition("{'rows': ")[2][:2].strip(","), reason))
 
     case = Case("", {"rows": 10, "columns": 1}, torch.float32)
@@ -77,7 +77,7 @@ def test_the_ops_file_is_looked_for_once_however_many_inputs(monkeypatch: pytest
     found = Property(
         4, "size", "", lambda *_: map(Trial, cases), lambda _, trial, __: "no" * (trial.size > 8)
     )
-    row = prove_property(found, OP, False, "cpu", lambda line, reason: None)
+    row = prove_property(found, OP, False, "cpu", lambda line, reason, mark: None)
     assert row.status == "failed" and "reproduce('my_op.py:OP', 'size', {" in row.reproduce
     assert asked == [OP.name]
 
@@ -138,7 +138,7 @@ def cuda_op(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_of_a_compilers_message_the_line_that_tells_is_said(message, told):
-    assert _describe(ValueError(message)) == f"ValueError: {told}"
+    assert _describe(ValueError(message), OP, "cpu") == f"ValueError: {told}"
 
 
 def test_a_value_error_of_a_backward_is_no_refusal():
@@ -166,11 +166,11 @@ def test_cuda_on_cpu_tensors_is_not_judged_and_the_answer_counts_it(cuda_op):
     assert {(row["status"], row["reason"]) for row in report.rows[:3]} == {
         (NOT_APPLICABLE, ON_A_GPU)
     }
-    assert report.setup.startswith("quick check, compiled and read, values not run")
-    assert report.answer == "scale (sound): values not run; 0 of 0 properties hold, 3 need a GPU"
-    assert "kernels scale" in report.setup
+    assert report.setup == "quick check, compiled and read, not run: scale"
+    names = "values, layouts, poison"
+    assert report.answer == f"scale (sound): nothing is proved here: {names} need a GPU"
     assert report.next.startswith("on a machine with a GPU: nearlight check ")
-    assert report.proof is not None and not report.proof.passed
+    assert report.proof is not None and report.proof.verdict == "incomplete"
 
 
 @pytest.mark.parametrize("swallow", [str, Rejected])
@@ -188,8 +188,33 @@ def test_a_property_that_catches_what_cannot_run_does_not_judge_it(cuda_op, swal
     case = Case("", {"rows": 1, "columns": 1}, torch.float32)
     found = Property(4, "size", "", lambda *_: [Trial(case)], examine)
     row = prove_property(found, cuda_op, False, "cpu")
-    assert (row.status, row.reason, row.kernels) == (NOT_APPLICABLE, ON_A_GPU, ["scale"])
+    assert (row.status, row.reason, row.compiled) == (NOT_APPLICABLE, ON_A_GPU, ["scale"])
     assert row.needs_gpu
+
+
+def test_a_backward_with_too_few_gradients_is_told_how_many_are_needed():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    op = dataclasses.replace(OP, function=lambda x, weight: Scale.apply(x, weight))
+    rows = check(op, only=["values", "torch"]).rows
+    assert rows[0]["reason"].startswith(
+        "raised RuntimeError: the backward returned 1 gradient, needed are 2: one for each "
+        "argument of its forward, in order, or None; x, weight require one"
+    )
+    assert rows[1]["same_as"] == "values"
+
+
+def test_a_function_without_return_misses_its_output():
+    op = dataclasses.replace(OP, function=lambda x, weight: None)
+    (row,) = check(op, only=["values"]).rows
+    assert row["reason"].startswith("output: missing (the function returned None")
 
 
 @pytest.mark.parametrize("kind", [GeneratorExit, BaseException, SystemExit])

@@ -123,7 +123,9 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     samples, channels, positions = (case.shape[name] for name in ("N", "C", "S"))
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=generator.device).to(device)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
+        return values.to(device)
 
     x = random(samples, channels, positions)
     x = (x * (1.0 + torch.arange(channels, device=device) % 3)[:, None] + 0.5).to(case.dtype)

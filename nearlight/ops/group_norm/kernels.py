@@ -79,10 +79,11 @@ def config(
 def _place(C, S, PIECE: tl.constexpr, BLOCK_C: tl.constexpr):
     """Return this program's sample, channels, and begin and end of its positions."""
     num_pieces, num_blocks = tl.cdiv(S, PIECE), tl.cdiv(C, BLOCK_C)
-    pid = tl.program_id(0).to(tl.int64)
-    begin = pid % num_pieces * PIECE
-    c = pid // num_pieces % num_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    return pid // num_pieces // num_blocks, c, begin, tl.minimum(begin + PIECE, S)
+    pid = tl.program_id(0)  # divided in 32 bits: in 64 a division is a call
+    begin = (pid % num_pieces).to(tl.int64) * PIECE
+    c = (pid // num_pieces % num_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    n = (pid // num_pieces // num_blocks).to(tl.int64)
+    return n, c, begin, tl.minimum(begin + PIECE, S)
 
 
 @jit
@@ -104,15 +105,9 @@ def _shift(
 
 
 @jit
-def _normed(
-    x, mean_ptr, rstd_ptr, n, c, num_groups, C, GROUP: tl.constexpr
-):  # fmt: skip
-    """Return x̂ of a tile, and rstd of its channels; a mean is the sum of two numbers."""
-    at = n * (C // GROUP) + c // GROUP
-    mean = tl.load(mean_ptr + at, c < C, other=0.0)[:, None]
-    rest = tl.load(mean_ptr + num_groups + at, c < C, other=0.0)[:, None]
-    rstd = tl.load(rstd_ptr + at, c < C, other=0.0)[:, None]
-    return (x - mean - rest) * rstd, rstd
+def _per_group(ptr, n, c, C, GROUP: tl.constexpr):
+    """Return what belongs to the group of each channel."""
+    return tl.load(ptr + n * (C // GROUP) + c // GROUP, c < C, other=0.0)[:, None]
 
 
 @jit
@@ -181,20 +176,21 @@ def _group_norm_combine_kernel(
 ):  # fmt: skip
     """Make the mean and rstd of groups out of their partial ones, weighted by their positions."""
     place, n, group, exists, base = _groups(C, S, num_groups, PIECE, GROUP, BLOCK_G)
-    total = (tl.zeros((), tl.int64) + S).to(tl.float64) * GROUP
+    # A division is a call, which spills what is live around it: one, before anything is.
+    share = 1.0 / ((tl.zeros((), tl.int64) + S).to(tl.float64) * GROUP)
     # In fp64: they are few, and what the mean errs stands in every element.
     sums = tl.zeros((BLOCK_G, BLOCK), tl.float64)
     for start in range(0, tl.cdiv(S, PIECE) * GROUP, BLOCK):
         at, mask, _c, count = _sums_of(start, base, exists, C, S, PIECE, GROUP, BLOCK)
         sums += tl.load(partials_ptr + at, mask, other=0.0) * count.to(tl.float64)[None, :]
-    mean = tl.sum(sums, axis=1) / total
+    mean = tl.sum(sums, axis=1) * share
     squares = tl.zeros((BLOCK_G, BLOCK), tl.float64)
     for start in range(0, tl.cdiv(S, PIECE) * GROUP, BLOCK):
         at, mask, _c, count = _sums_of(start, base, exists, C, S, PIECE, GROUP, BLOCK)
         apart = tl.load(partials_ptr + at, mask, other=0.0) - mean[:, None]
         within = tl.load(partials_ptr + num_sums + at, mask, other=0.0)
         squares += tl.where(mask, within + count.to(tl.float64)[None, :] * apart * apart, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / total + EPS)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) * share + EPS)
     shift = _shift(
         x_ptr, n, group, exists, S, x_stride_n, x_stride_c, x_stride_s, GROUP, ACC
     )  # fmt: skip
@@ -217,7 +213,10 @@ def _group_norm_fwd_kernel(
     mask = (c < C)[:, None] & (s < S)[None, :]
     x_at = x_ptr + n * x_stride_n + c[:, None] * x_stride_c + s[None, :] * x_stride_s
     x = tl.load(x_at, mask, other=0.0).to(ACC)
-    y, _ = _normed(x, mean_ptr, rstd_ptr, n, c, num_groups, C, GROUP)
+    mean = _per_group(mean_ptr, n, c, C, GROUP)
+    rest = _per_group(mean_ptr + num_groups, n, c, C, GROUP)
+    rstd = _per_group(rstd_ptr, n, c, C, GROUP)
+    y = (x - mean - rest) * rstd
     if weight_ptr is not None:
         y *= _per_channel(weight_ptr, c, C, ACC)
     if bias_ptr is not None:
@@ -235,6 +234,8 @@ def _group_norm_bwd_sums_kernel(
 ):  # fmt: skip
     """Sum dy · x̂ and dy of each channel over a piece of the positions."""
     n, c, begin, end = _place(C, S, PIECE, BLOCK_C)
+    mean = _per_group(mean_ptr, n, c, C, GROUP)
+    rest = _per_group(mean_ptr + num_groups, n, c, C, GROUP)
     products = tl.zeros((BLOCK_C, BLOCK_S), ACC)
     sums = tl.zeros((BLOCK_C, BLOCK_S), ACC)
     for start in range(begin, end, BLOCK_S):
@@ -244,11 +245,11 @@ def _group_norm_bwd_sums_kernel(
         dy_at = dy_ptr + n * dy_stride_n + c[:, None] * dy_stride_c + s[None, :] * dy_stride_s
         x = tl.load(x_at, mask, other=0.0).to(ACC)
         dy = tl.load(dy_at, mask, other=0.0).to(ACC)
-        normed, _ = _normed(x, mean_ptr, rstd_ptr, n, c, num_groups, C, GROUP)
-        products += tl.where(mask, dy * normed, 0.0)
+        products += tl.where(mask, dy * (x - mean - rest), 0.0)
         sums += dy
+    rstd = _per_group(rstd_ptr, n, c, C, GROUP)
     at = (n * tl.cdiv(S, PIECE) + begin // PIECE) * C + c
-    tl.store(partials_ptr + at, tl.sum(products, axis=1), c < C)
+    tl.store(partials_ptr + at, tl.sum(products * rstd, axis=1), c < C)
     tl.store(partials_ptr + num_sums + at, tl.sum(sums, axis=1), c < C)
 
 
@@ -292,10 +293,12 @@ def _group_norm_bwd_kernel(
     dy_at = dy_ptr + n * dy_stride_n + c[:, None] * dy_stride_c + s[None, :] * dy_stride_s
     x = tl.load(x_at, mask, other=0.0).to(ACC)
     dy = tl.load(dy_at, mask, other=0.0).to(ACC)
-    normed, rstd = _normed(x, mean_ptr, rstd_ptr, n, c, num_groups, C, GROUP)
-    at = projections_ptr + n * (C // GROUP) + c // GROUP
-    product = tl.load(at, c < C, other=0.0)[:, None]
-    plain = tl.load(at + num_groups, c < C, other=0.0)[:, None]
+    mean = _per_group(mean_ptr, n, c, C, GROUP)
+    rest = _per_group(mean_ptr + num_groups, n, c, C, GROUP)
+    rstd = _per_group(rstd_ptr, n, c, C, GROUP)
+    normed = (x - mean - rest) * rstd
+    product = _per_group(projections_ptr, n, c, C, GROUP)
+    plain = _per_group(projections_ptr + num_groups, n, c, C, GROUP)
     if weight_ptr is not None:
         dy *= _per_channel(weight_ptr, c, C, ACC)
     dx = (dy - plain - normed * product) * rstd

@@ -12,27 +12,19 @@ overflows, too; gradients without atomics, so equal in every run; no gradient of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nearlight.core.backend import use_triton
-from nearlight.core.cost import Cost
-from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, Op
 from nearlight.core.row_config import MAX_BLOCK
-from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows, with_budgets
+from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows
+from nearlight.ops._row_norm import RowNorm, case_of
+from nearlight.ops.layer_norm import kernels
 from nearlight.ops.layer_norm.kernels import config
-from nearlight.ops.layer_norm.registration import (
-    backward,
-    backward_cost,
-    forward,
-    forward_cost,
-    forward_op,
-    workspace_bytes,
-)
 
 __all__ = ["OP", "config", "layer_norm", "reference"]
 
@@ -55,6 +47,22 @@ def output_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of the result: PyTorch's under CUDA autocast is the accumulator's."""
     is_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
     return accumulator(x.dtype) if is_autocast else x.dtype
+
+
+norm = RowNorm(
+    "layer_norm",
+    config,
+    (kernels._layer_norm_fwd_kernel, kernels._layer_norm_fwd_wide_kernel),
+    (kernels._layer_norm_bwd_kernel, kernels._layer_norm_bwd_projection_kernel),
+    parameters=("weight", "bias"),
+    statistics=("mean", "rstd"),
+    options={"eps": 1e-5},
+    backward_options=(),
+    flops=(7, 13),
+    shapes=((16384, 768), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)),
+    forward_registers=96,
+)
+_forward_op = norm.register()
 
 
 def layer_norm(
@@ -95,7 +103,7 @@ def layer_norm(
     check_rows("layer_norm", x, weight=weight, bias=bias)
     if not use_triton(backend, x):
         return reference(x, weight, bias, eps)
-    y: torch.Tensor = forward_op(x, weight, bias, eps, output_dtype(x))[0]
+    y: torch.Tensor = _forward_op(x, weight, bias, eps, output_dtype(x))[0]
     return y
 
 
@@ -103,7 +111,8 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     width = case.shape["N"]
 
     def random(*size: int) -> torch.Tensor:
-        values = torch.randn(*size, generator=generator, device=generator.device)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
         return values.to(device, case.dtype)
 
     tensors = {
@@ -112,26 +121,6 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
         "bias": (0.1 * random(width)).requires_grad_(),
     }
     return {**tensors, **case.options}
-
-
-def _parameters(case: Case) -> list[bool]:
-    return [case.options.get(name, True) is not None for name in ("weight", "bias")]
-
-
-def _cost(case: Case) -> dict[str, Cost]:
-    x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
-    needs = [True, *_parameters(case)]
-    tensors = [t if is_there else None for t, is_there in zip((x, x[0], x[0]), needs, strict=True)]
-    there = forward_cost(tuple(tensors), {}, (x,))
-    gradients = [t for t in tensors if t is not None]
-    back = backward_cost((x, *tensors, needs), {}, gradients)
-    return {"forward": there, "forward_backward": there + back}
-
-
-def _extra_bytes(case: Case) -> int:
-    rows, width = case.shape["rows"], case.shape["N"]
-    statistics_bytes = 2 * rows * accumulator(case.dtype).itemsize
-    return statistics_bytes + workspace_bytes(rows, width, case.dtype, sum(_parameters(case)))
 
 
 def _large_mean(inputs: Inputs) -> Inputs:
@@ -158,22 +147,6 @@ def _liger_peer() -> Callable[..., torch.Tensor]:
     return run
 
 
-def _builds(arch: str) -> Sequence[KernelBuild]:
-    dtype = torch.float16 if arch == "sm_75" else torch.bfloat16
-    shapes = ((16384, 768), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536))
-    with described_launches(gpu_of_arch(arch)) as builds:
-        for rows, width in shapes:
-            x = torch.empty(rows, width, dtype=dtype, device="meta")
-            _, mean, rstd = forward(x, x[0], x[0], 1e-5, dtype)
-            backward(x, x, x[0], x[0], mean, rstd, [True] * 3)
-    return with_budgets(builds, forward_registers=96)
-
-
-def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:
-    name = " ".join([f"{rows}x{width}", *(f"{key}={value}" for key, value in options.items())])
-    return Case(name, {"rows": rows, "N": width}, dtype, options)
-
-
 _WIDTHS = (1, 7, 64, 127, 128, 129, 768)
 
 OP = Op(
@@ -182,29 +155,29 @@ OP = Op(
     reference=reference,
     make_inputs=_make_inputs,
     cases=[
-        _case(16384, 4096),
-        _case(16384, 8192),
-        _case(16384, 768),  # GPT-2, batch 16 of 1024 tokens
+        case_of(16384, 4096),
+        case_of(16384, 8192),
+        case_of(16384, 768),  # GPT-2, batch 16 of 1024 tokens
     ],
     check_cases=[
-        *(_case(5, width, torch.float32) for width in _WIDTHS),
-        *(_case(3, 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
-        _case(9, 65, weight=None),
-        _case(9, 65, bias=None),
-        _case(9, 65, weight=None, bias=None),
-        _case(9, 65, torch.float32, eps=1e-3),
-        _case(4097, 64, torch.float32),
-        _case(1, MAX_BLOCK + 1, torch.float32),
-        _case(2, 70_000),
-        _case(1, MAX_WIDTH, torch.float32),
+        *(case_of(5, width, torch.float32) for width in _WIDTHS),
+        *(case_of(3, 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        case_of(9, 65, weight=None),
+        case_of(9, 65, bias=None),
+        case_of(9, 65, weight=None, bias=None),
+        case_of(9, 65, torch.float32, eps=1e-3),
+        case_of(4097, 64, torch.float32),
+        case_of(1, MAX_BLOCK + 1, torch.float32),
+        case_of(2, 70_000),
+        case_of(1, MAX_WIDTH, torch.float32),
     ],
-    cost=_cost,
-    extra_bytes=_extra_bytes,
+    cost=norm.cost_of,
+    extra_bytes=norm.extra_bytes_of,
     peers={"torch": _torch_peer, "liger": _liger_peer},
-    builds=_builds,
+    builds=norm.builds,
     extremes=[
-        Extreme("mean 30, std 0.01", _case(3, 257, torch.float32), _large_mean),
-        Extreme("mean 30, std 0.01, wide", _case(2, 70_000, torch.float32), _large_mean),
-        Extreme("a row of one value", _case(3, 64, torch.float32), _flatten_first_row),
+        Extreme("mean 30, std 0.01", case_of(3, 257, torch.float32), _large_mean),
+        Extreme("mean 30, std 0.01, wide", case_of(2, 70_000, torch.float32), _large_mean),
+        Extreme("a row of one value", case_of(3, 64, torch.float32), _flatten_first_row),
     ],
 )

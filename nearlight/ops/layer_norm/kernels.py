@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 import triton.language as tl
 
-from nearlight.core.hardware import Gpu
-from nearlight.core.row_config import (
-    MAX_BLOCK,
-    RowConfig,
-    backward_candidates,
-    backward_config,
-    forward_candidates,
-    forward_config,
-)
-from nearlight.core.rows import add_residual, store_dx
+from nearlight.core.row_config import tunable_config
 from nearlight.core.triton import jit
-from nearlight.core.tuned import tunable
+from nearlight.ops._add_residual import add_residual, store_dx
 
-
-def candidates(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    gpu: Gpu | None,
-    direction: Literal["forward", "backward"],
-) -> dict[RowConfig, str]:
-    """Return the launches worth a try, each with "" or why it cannot run; see `config`."""
-    if direction == "forward":
-        return forward_candidates(shape, gpu)
-    return backward_candidates(shape, dtype, gpu, num_sums=2)
-
-
-@tunable("layer_norm", candidates)
-def config(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    gpu: Gpu | None,
-    direction: Literal["forward", "backward"] = "forward",
-) -> RowConfig:
-    """Choose the launch for (rows, N) on a GPU, or for the interpreter where `gpu` is None."""
-    if direction == "forward":
-        # Three sums one after the other: with half the warps twice as many rows are in flight.
-        return forward_config(shape, gpu, 64 if shape[1] <= MAX_BLOCK // 2 else 32)
-    return backward_config(shape, dtype, gpu, num_sums=2)
+# Three sums one after the other: with half the warps twice as many rows are in flight.
+config = tunable_config("layer_norm", num_sums=2, elements_per_thread=64)
 
 
 @jit

@@ -10,27 +10,19 @@ every run; no gradient of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from nearlight.core.backend import use_triton
-from nearlight.core.cost import Cost
-from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, Op
 from nearlight.core.row_config import MAX_BLOCK
-from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows, with_budgets
+from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows
+from nearlight.ops._row_norm import RowNorm, case_of
+from nearlight.ops.rms_norm import kernels
 from nearlight.ops.rms_norm.kernels import config
-from nearlight.ops.rms_norm.registration import (
-    backward,
-    backward_cost,
-    forward,
-    forward_cost,
-    forward_op,
-    workspace_bytes,
-)
 
 __all__ = ["OP", "config", "reference", "rms_norm"]
 
@@ -58,6 +50,23 @@ def reference(
     if casting == "gemma":
         return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
     return (weight + offset) * normed.to(x.dtype)
+
+
+norm = RowNorm(
+    "rms_norm",
+    config,
+    (kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_wide_kernel),
+    (kernels._rms_norm_bwd_kernel, kernels._rms_norm_bwd_projection_kernel),
+    parameters=("weight",),
+    statistics=("rstd",),
+    options={"eps": 1e-6, "offset": 0.0, "round": True},
+    backward_options=("offset",),
+    flops=(4, 9),
+    shapes=((2**19, 128), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536)),
+    forward_registers=64,
+    fuses_short_rows=True,
+)
+_forward_op = norm.register()
 
 
 def rms_norm(
@@ -102,7 +111,7 @@ def rms_norm(
     check_options("rms_norm", weight, offset, casting)
     if not use_triton(backend, x):
         return reference(x, weight, eps, offset=offset, casting=casting)
-    y: torch.Tensor = forward_op(x, weight, eps, offset, *roundings(x, weight, casting))[0]
+    y: torch.Tensor = _forward_op(x, weight, eps, offset, *roundings(x, weight, casting))[0]
     return y
 
 
@@ -129,32 +138,14 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     width = case.shape["N"]
 
     def random(*size: int) -> torch.Tensor:
-        values = torch.randn(*size, generator=generator, device=generator.device)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
         return values.to(device, case.dtype)
 
     x = random(case.shape["rows"], width)
     weight = 1.0 - case.options.get("offset", 0.0) + 0.1 * random(width)
     tensors = {"x": x.requires_grad_(), "weight": weight.requires_grad_()}
     return {**tensors, **case.options}
-
-
-def _cost(case: Case) -> dict[str, Cost]:
-    x = torch.empty(case.shape["rows"], case.shape["N"], dtype=case.dtype, device="meta")
-    weight = None if _lacks_weight(case) else x[0]
-    there = forward_cost((x, weight), {}, (x,))
-    gradients = [t for t in (x, weight) if t is not None]
-    back = backward_cost((x, x, weight, True, weight is not None), {}, gradients)
-    return {"forward": there, "forward_backward": there + back}
-
-
-def _lacks_weight(case: Case) -> bool:
-    return case.options.get("weight", True) is None
-
-
-def _extra_bytes(case: Case) -> int:
-    rows, width = case.shape["rows"], case.shape["N"]
-    rstd_bytes = rows * accumulator(case.dtype).itemsize
-    return rstd_bytes + workspace_bytes(rows, width, case.dtype, not _lacks_weight(case))
 
 
 def _zero_first_row(inputs: Inputs) -> Inputs:
@@ -190,22 +181,6 @@ def _liger_peer() -> Callable[..., torch.Tensor]:
     return run
 
 
-def _builds(arch: str) -> Sequence[KernelBuild]:
-    dtype = torch.float16 if arch == "sm_75" else torch.bfloat16
-    shapes = ((2**19, 128), (16384, 4096), (16384, 8192), (4096, 16384), (4096, 65536))
-    with described_launches(gpu_of_arch(arch)) as builds:
-        for rows, width in shapes:
-            x = torch.empty(rows, width, dtype=dtype, device="meta")
-            rstd = forward(x, x[0], 1e-6, 0.0, True, dtype)[1]
-            backward(x, x, x[0], rstd, 0.0, True, True)
-    return with_budgets(builds, forward_registers=64)
-
-
-def _case(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:
-    name = " ".join([f"{rows}x{width}", *(str(option) for option in options.values())])
-    return Case(name, {"rows": rows, "N": width}, dtype, options)
-
-
 _WIDTHS = (1, 7, 64, 127, 128, 129, 576)
 
 OP = Op(
@@ -214,36 +189,36 @@ OP = Op(
     reference=reference,
     make_inputs=_make_inputs,
     cases=[
-        _case(16384, 1024),
-        _case(16384, 4096),
-        _case(16384, 8192),
-        _case(4096, 16384),
-        _case(4096, 65536),
-        _case(2**19, 128),  # heads of 128, as Qwen3 normalises its queries and keys
+        case_of(16384, 1024),
+        case_of(16384, 4096),
+        case_of(16384, 8192),
+        case_of(4096, 16384),
+        case_of(4096, 65536),
+        case_of(2**19, 128),  # heads of 128, as Qwen3 normalises its queries and keys
     ],
     check_cases=[
-        *(_case(5, width, torch.float32) for width in _WIDTHS),
-        *(_case(3, 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        *(case_of(5, width, torch.float32) for width in _WIDTHS),
+        *(case_of(3, 96, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
         *(
-            _case(9, 65, dtype, casting=casting)
+            case_of(9, 65, dtype, casting=casting)
             for casting in CASTINGS
             for dtype in (torch.bfloat16, torch.float32)
         ),
-        _case(9, 65, torch.bfloat16, casting="gemma", offset=1.0),
-        _case(9, 65, torch.bfloat16, casting="llama", offset=1.0),
-        _case(9, 65, torch.bfloat16, weight=None),
-        _case(4097, 64, torch.float32),
-        _case(1, MAX_BLOCK + 1, torch.float32),
-        _case(2, 70_000, torch.bfloat16),
-        _case(1, MAX_WIDTH, torch.float32),
+        case_of(9, 65, torch.bfloat16, casting="gemma", offset=1.0),
+        case_of(9, 65, torch.bfloat16, casting="llama", offset=1.0),
+        case_of(9, 65, torch.bfloat16, weight=None),
+        case_of(4097, 64, torch.float32),
+        case_of(1, MAX_BLOCK + 1, torch.float32),
+        case_of(2, 70_000, torch.bfloat16),
+        case_of(1, MAX_WIDTH, torch.float32),
     ],
-    large_cases=[_case(600_000, 4096)],
-    cost=_cost,
-    extra_bytes=_extra_bytes,
+    large_cases=[case_of(600_000, 4096)],
+    cost=norm.cost_of,
+    extra_bytes=norm.extra_bytes_of,
     peers={"torch": _torch_peer, "liger": _liger_peer},
-    builds=_builds,
+    builds=norm.builds,
     extremes=[
-        Extreme("rows of zeros", _case(3, 65, torch.float32), _zero_first_row),
-        Extreme("a row of one value", _case(3, 64, torch.float32), _flatten_first_row),
+        Extreme("rows of zeros", case_of(3, 65, torch.float32), _zero_first_row),
+        Extreme("a row of one value", case_of(3, 64, torch.float32), _flatten_first_row),
     ],
 )

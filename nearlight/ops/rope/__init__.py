@@ -9,7 +9,8 @@ width, W = width of the tables (R, or R / 2 where each angle is stored once), P 
 that positions pick from.
 Source: Su et al., "RoFormer", 2021 (arXiv:2104.09864), equation 34.
 Limits: computed in fp32 (fp64 for fp64 inputs) and rounded once; no gradient of cos and sin. The
-map is linear: the backward saves neither q nor k, and gradients of gradients are right.
+map is linear: the backward saves neither q nor k, and gradients of gradients are right. Positions
+on several axes and contexts stretched by YaRN and others are tables to it: `rope_tables`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import torch
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
 from nearlight.core.rows import FLOATS, refuse_dtensor
+from nearlight.ops.rope.in_place import refuse_in_place, turn_in_place
 from nearlight.ops.rope.kernels import Config, config
 from nearlight.ops.rope.registration import Pair, cost, forward_op, launch
+from nearlight.ops.rope.tables import packed_positions, rope_tables
 
-__all__ = ["OP", "Config", "config", "reference", "rope"]
+__all__ = ["OP", "Config", "config", "packed_positions", "reference", "rope", "rope_tables"]
 
 
 def reference(
@@ -76,9 +79,10 @@ def rope(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     heads_dim: int = 1,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> Pair:
-    """Rotate queries and keys by the angles of their positions, out of place.
+    """Rotate queries and keys by the angles of their positions, out of place unless asked for.
 
     out = x · cos + rotate(x) · sin, computed in fp32 (fp64 for fp64) and rounded once.
 
@@ -87,13 +91,18 @@ def rope(
         k: (B, HK, S, D), dtype and device of `q`, any strides and number of heads.
         cos: (S, W), (1, S, W) or (B, S, W), or (P, W) with `position_ids`; any floating dtype. A
             table of width R multiplies entry by entry, as in transformers; one of width R / 2
-            holds each angle once.
+            holds each angle once. `rope_tables` makes them for packed sequences, multimodal
+            sections and stretched contexts.
         sin: shape and dtype of `cos`.
         position_ids: (B, S) or (1, S) int64 or int32 rows of the tables; negative ones count from
             the end. Beyond the table: IndexError on the CPU, NaN rows on CUDA.
         interleaved: pairs are (0, 1), (2, 3), ... and not (0, R/2), (1, R/2 + 1), ...
         rotary_dim: R, even, at most D; W by default, so tables that hold each angle once need it.
         heads_dim: 1 as above; 2 for q (B, S, H, D) and k (B, S, HK, D).
+        in_place: write over q and k, any strides in which no two entries share memory, and return
+            them; what does not turn is not touched. The gradient costs a launch for each. With a
+            gradient asked for, torch refuses parts made by `split`, `chunk` or `unbind`: take
+            slices.
         backend: "auto" (Triton on CUDA, plain PyTorch on the CPU), "triton" or "reference".
 
     Returns:
@@ -102,8 +111,8 @@ def rope(
 
     Raises:
         TypeError: a dtype that is not allowed, or a DTensor.
-        ValueError: shapes or devices that do not fit, tables that require a gradient, or an
-            unknown backend.
+        ValueError: shapes or devices that do not fit, tables that require a gradient, an unknown
+            backend, or in place a leaf that requires a gradient or memory that is shared.
 
     Source: Su et al. 2021, arXiv 2104.09864.
 
@@ -116,8 +125,10 @@ def rope(
     """
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     _check(q, k, cos, sin, position_ids, rotary_dim, heads_dim)
+    if in_place:
+        refuse_in_place(q, k, cos, sin, position_ids)
     if not use_triton(backend, q):
-        return reference(
+        turned = reference(
             q,
             k,
             cos,
@@ -127,12 +138,14 @@ def rope(
             rotary_dim=rotary_dim,
             heads_dim=heads_dim,
         )
+        return (q.copy_(turned[0]), k.copy_(turned[1])) if in_place else turned
     if cos.requires_grad or sin.requires_grad:
         raise ValueError(
             "rope: cos or sin requires a gradient, which the kernel does not give; detach them, or "
             "use backend='reference'"
         )
-    return forward_op(q, k, cos, sin, position_ids, interleaved, rotary_dim, heads_dim)
+    run = turn_in_place if in_place else forward_op
+    return run(q, k, cos, sin, position_ids, interleaved, rotary_dim, heads_dim)
 
 
 def _check(
@@ -156,7 +169,8 @@ def _check(
     if q.ndim != 4 or k.ndim != 4 or any(q.shape[d] != k.shape[d] for d in (0, s, 3)):
         raise ValueError(
             f"rope: q {tuple(q.shape)} and k {tuple(k.shape)} must have four dimensions that "
-            f"agree in all but the heads, dimension {heads_dim}"
+            f"agree in all but the heads, dimension {heads_dim}; packed tokens (T, H, D) go in as "
+            "q[None] with heads_dim=2"
         )
     if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[3]:
         raise ValueError(
@@ -195,7 +209,7 @@ def _check_tables(
         if not (is_row and (position_ids.shape[0] == 1 or position_ids.shape[0] == batch)):
             raise ValueError(
                 f"rope: position_ids {tuple(position_ids.shape)}, allowed is ({batch}, {tokens}) "
-                f"or (1, {tokens})"
+                f"or (1, {tokens}); several axes of positions go into rope_tables"
             )
     is_same = cos.ndim == sin.ndim and cos.dtype == sin.dtype
     if not (fits and is_same and all(cos.shape[d] == sin.shape[d] for d in range(cos.ndim))):
@@ -210,15 +224,18 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     """Lay q and k out as projections do, and the tables as transformers' rotary modules do."""
     batch, tokens, width = case.shape["B"], case.shape["S"], case.shape["D"]
     options = dict(case.options)
-    has_half_tables = options.pop("has_half_tables", False)
+    has_half_tables, num_axes = options.pop("has_half_tables", False), options.pop("num_axes", 0)
     rotary_dim = options.get("rotary_dim", width)
     num_rows = case.shape.get("P", tokens)
 
+    wide = torch.promote_types(case.dtype, torch.float32)
+
     def random_heads(count: int) -> torch.Tensor:
-        x = torch.randn(batch, tokens, count, width, generator=generator, device=device)
+        shape = (batch, tokens, count, width)
+        x = torch.randn(shape, generator=generator, device=device, dtype=wide)
         return x.to(case.dtype).transpose(1, 3 - options.get("heads_dim", 1)).requires_grad_()
 
-    exponents = torch.arange(0, rotary_dim, 2, device=device) / rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=wide) / rotary_dim
     angles = torch.arange(num_rows, device=device)[:, None] * 10000.0**-exponents
     if not has_half_tables:
         is_interleaved = options.get("interleaved", False)
@@ -230,6 +247,15 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
         inputs["position_ids"] = torch.randint(
             -num_rows, num_rows, shape, generator=generator, device=device
         )
+    if num_axes:  # tables of (B, S), as multimodal models have them
+        sizes = (num_axes, batch, tokens)
+        positions = torch.randint(0, 100, sizes, generator=generator, device=device)
+        share = rotary_dim // 2 // num_axes
+        sections = [rotary_dim // 2 - share * (num_axes - 1)] + [share] * (num_axes - 1)
+        tables = rope_tables(
+            rotary_dim, positions, parameters={"mrope_section": sections}, dtype=case.dtype
+        )
+        inputs |= zip(("cos", "sin"), tables, strict=True)
     return inputs
 
 
@@ -245,8 +271,12 @@ def _liger_peer() -> Callable[..., Pair]:
 
     # It rotates in place where q and k lie as (B, S, H, D): they hold other values after each
     # call. No clone is made, for the memory so saved is what it is built for.
-    def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return LigerRopeFunction.apply(q, k, cos[None], sin[None])
+    def run(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any = None) -> Any:
+        if position_ids is not None:  # it takes no positions: what they pick is gathered for it
+            cos, sin = cos[position_ids], sin[position_ids]
+        elif cos.ndim == 2:
+            cos, sin = cos[None], sin[None]
+        return LigerRopeFunction.apply(q, k, cos, sin)
 
     return run
 
@@ -279,7 +309,11 @@ OP = Op(
     function=rope,
     reference=reference,
     make_inputs=_make_inputs,
-    cases=[_case((4, 8192, 32, 8, 128))],
+    cases=[
+        _case((4, 8192, 32, 8, 128)),
+        _case((4, 8192, 28, 4, 128), num_axes=3),  # Qwen2-VL 7B
+        _case((1, 32768, 32, 8, 128), num_rows=32768),  # packed sequences
+    ],
     check_cases=[
         *(
             _case(sizes, dtype, num_rows, **options)
@@ -293,6 +327,7 @@ OP = Op(
             )
         ),
         _case((2, 3, 2, 2, 4), torch.float16),
+        _case((2, 5, 3, 1, 12), num_axes=3),
         # No rest behind the pairs that would write over what is stored beyond them.
         _case((1, 3, 2, 1, 6), torch.float32, interleaved=True),
         _case((2, 3, 2, 1, 4), torch.float64),
@@ -300,6 +335,14 @@ OP = Op(
     ],
     cost=_cost,
     extra_bytes=lambda case: 0,
+    extremes=[
+        Extreme(
+            "in place on leaves that require a gradient",
+            _case((2, 3, 2, 1, 4), torch.float32),
+            lambda inputs: {**inputs, "in_place": True},
+            raises=ValueError,
+        )
+    ],
     peers={"torch": lambda: reference, "liger": _liger_peer},
     builds=_builds,
 )

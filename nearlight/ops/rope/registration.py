@@ -28,14 +28,17 @@ def launch(
     interleaved: bool,
     rotary_dim: int,
     heads_dim: int,
+    *,
+    is_in_place: bool = False,
 ) -> Pair:
     """Return q and k turned, or turned back where `is_transposed`; arguments as in `rope`."""
     # empty_like keeps the order of memory: attention gets what its projection wrote.
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out, k_out = (q, k) if is_in_place else (torch.empty_like(q), torch.empty_like(k))
     if q.numel() + k.numel() == 0:
         return q_out, k_out
     s, h = 3 - heads_dim, heads_dim
-    tokens, heads, key_heads, rest = q.shape[s], q.shape[h], k.shape[h], q.shape[3] - rotary_dim
+    tokens, heads, key_heads = q.shape[s], q.shape[h], k.shape[h]
+    rest = 0 if is_in_place else q.shape[3] - rotary_dim
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     positions_strides = (0, 0)
@@ -94,32 +97,38 @@ def _differentiate(transposed: Callable[..., Pair], ctx: Any, *upstream: Any) ->
 def cost(args: Sequence[Any], kwargs: Any, outputs: Sequence[torch.Tensor]) -> Cost:
     """Count q, k and the angles read and the outputs written once."""
     q, k, cos, sin, position_ids, *_ = args
-    angles_bytes = tensor_bytes(cos) + tensor_bytes(sin)
-    if position_ids is not None:  # no more rows than are asked for
-        gathered_bytes = 2 * position_ids.numel() * cos.shape[-1] * cos.element_size()
-        angles_bytes = min(angles_bytes, gathered_bytes) + tensor_bytes(position_ids)
     return Cost(
         flops={accumulator_pipe(q.dtype): 3 * (q.numel() + k.numel())},
-        bytes_read=tensor_bytes(q) + tensor_bytes(k) + angles_bytes,
+        bytes_read=tensor_bytes(q) + tensor_bytes(k) + angle_bytes(cos, sin, position_ids),
         bytes_written=sum(tensor_bytes(output) for output in outputs),
     )
 
 
-_ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool interleaved, "
-    "int rotary_dim, int heads_dim) -> (Tensor, Tensor)"
+def angle_bytes(cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> int:
+    """Return the bytes read of the tables and the positions."""
+    table_bytes = tensor_bytes(cos) + tensor_bytes(sin)
+    if position_ids is None:
+        return table_bytes
+    # No more rows than are asked for.
+    gathered_bytes = 2 * position_ids.numel() * cos.shape[-1] * cos.element_size()
+    return min(table_bytes, gathered_bytes) + tensor_bytes(position_ids)
+
+
+ARGUMENTS = (
+    "Tensor cos, Tensor sin, Tensor? position_ids, bool interleaved, int rotary_dim, int heads_dim"
 )
+_SCHEMA = f"(Tensor q, Tensor k, {ARGUMENTS}) -> (Tensor, Tensor)"
 # The map is linear and each op is the other's transpose.
 forward_op: Callable[..., Pair] = register_op(
-    "rope_fwd" + _ARGUMENTS,
+    "rope_fwd" + _SCHEMA,
     partial(launch, False),
     fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
     cost=cost,
-    backward=lambda ctx, dq, dk: _differentiate(_backward_op, ctx, dq, dk),
+    backward=lambda ctx, dq, dk: _differentiate(backward_op, ctx, dq, dk),
     save=_save,
 )
-_backward_op: Callable[..., Pair] = register_op(
-    "rope_bwd" + _ARGUMENTS,
+backward_op: Callable[..., Pair] = register_op(
+    "rope_bwd" + _SCHEMA,
     partial(launch, True),
     fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
     cost=cost,

@@ -6,8 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 
 
 @contextmanager
@@ -26,14 +29,22 @@ def progress(is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
         yield say
         return
     with console.status("starting") as status:
+        yield _Terminal(console, status, start)
 
-        def show(message: str) -> None:
-            console.print(
-                f"[{time.monotonic() - start:4.0f} s] {message}",
-                style="dim",
-                markup=False,
-                highlight=False,
-            )
-            status.update(message)
 
-        yield show
+@dataclass(frozen=True)
+class _Terminal:
+    """Prints a line of what is done, above one that is overwritten by what is at work."""
+
+    console: Console
+    status: Status
+    start: float
+
+    def __call__(self, message: str) -> None:
+        seconds = time.monotonic() - self.start
+        line = f"[{seconds:4.0f} s] {message}"
+        self.console.print(line, style="dim", markup=False, highlight=False)
+        self.current(message)
+
+    def current(self, message: str) -> None:
+        self.status.update(escape(message))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from nearlight.core.report import Report
 
@@ -15,24 +16,30 @@ from nearlight.core.report import Report
 _NAMES = ("kernel", "arch", "target")
 
 
-def tables(report: Report) -> Iterator[Table]:
-    """Yield a table for each kernel of a report's rows; quantities that are 0 everywhere left out.
+def tables(report: Report) -> Iterator[Text | Table]:
+    """Yield a title and a table for each kernel of a report's rows, without what is 0 everywhere.
 
     Args:
         report: its rows have a "kernel", and an "arch" or "target" that names their column.
     """
     for kernel in dict.fromkeys(row["kernel"] for row in report.rows):
         rows = [row for row in report.rows if row["kernel"] == kernel]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-        table.title = f"[bold]{escape(kernel)}[/bold]"
+        yield Text(kernel, style="bold")  # not the table's own title, which is as narrow as it
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("", no_wrap=True)
-        for row in rows:
-            name = escape(row.get("target", row["arch"]))
-            table.add_column(name, justify="right", overflow="fold")
+        for name in _headings(rows):
+            table.add_column(escape(name), justify="right", overflow="fold")
         for key in dict.fromkeys(key for row in rows for key in row if key not in _NAMES):
             if any(row.get(key) for row in rows):
                 table.add_row(key.replace("_", " "), *(escape(_cell(key, row)) for row in rows))
         yield table
+
+
+def _headings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what tells the rows apart, without the folders of files where that is enough."""
+    names = [row.get("target", row["arch"]) for row in rows]
+    short = [name.rpartition("/")[2] for name in names]
+    return short if len(set(short)) == len(set(names)) else names
 
 
 def _cell(key: str, row: Mapping[str, Any]) -> str:

@@ -31,7 +31,8 @@ def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
         console: where.
         written: lines about files that were written, printed before the next step.
     """
-    console.print(f"[bold]{escape(report.answer)}[/bold]", soft_wrap=True)
+    # One line for whoever reads it by program; a terminal would break it inside a word.
+    console.print(f"[bold]{escape(report.answer)}[/bold]", soft_wrap=not console.is_terminal)
     if report.setup:
         console.print(escape(report.setup), style="dim")
     if report.rows and report.verb == "predict":
@@ -52,19 +53,17 @@ def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
         is_bench = report.verb == "bench" and "implementation" in report.rows[0]
         rows = ratios.by_case(report.rows) if is_bench else report.rows
         console.print(_rows([_referred(row) for row in rows]))
-        # One line for each cause; the first is the next step.
-        lines = [row.get("reproduce", "") for row in rows if "same_as" not in row]
-        for line in lines:
-            if line not in ("", report.next):
-                console.print(escape(line), soft_wrap=True, highlight=False)
     if report.proof:
         console.print()
         _proof(console, report.proof)
-    if written or report.next:
+    # One line for each cause; the first is the next step.
+    others = [str(row.get("reproduce", "")) for row in report.rows if "same_as" not in row]
+    lines = [line for line in others if line != report.next]
+    lines = [line for line in (*lines, *written, report.next) if line]
+    if lines:
         console.print()
-    for line in (*written, report.next):
-        if line:
-            console.print(escape(line), soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(escape(line), soft_wrap=True, highlight=False)
 
 
 def remarks(state: State) -> list[str]:

@@ -65,7 +65,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
                 f"{build.name} on {trial.step} sums by float atomics ({found[0]}): the result "
                 "depends on the order in which blocks run"
             )
-    remark(f"no float atomics in {plural(len(builds), 'kernel')} on {trial.step}")
+    remark(f"no float atomics in {plural(len(builds), 'kernel')}", trial.step)
     if device == "cpu" and trial.step == ARCHES[-1]:
         remark("runs are compared on a GPU alone")
     return ""

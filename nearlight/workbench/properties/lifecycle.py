@@ -114,7 +114,6 @@ def _frozen(op: Op, expected: Standard, frozen: list[str]) -> Compared | str:
     # The reference says which outputs depend on what is left.
     compute = partial(run, op.reference, trainable=trainable)
     left = held_to(compute, expected.inputs, expected.upstream)
-    left = replace(left, terms=expected.terms)
     torch.autograd.backward(roots, above)
     for name in frozen:
         if leaves[name].grad is not None:
@@ -285,7 +284,8 @@ def _unasked(op: Op, expected: Standard) -> Compared | str:
     if not given:
         return ""
     remark(f"the gradient of {', '.join(given)} is proved here alone: make_inputs asks for none")
-    return Compared(Result((), given), held)
+    plain, truth = (Result((), side.gradients) for side in (held.plain, held.truth))
+    return Compared(Result((), given), replace(held, plain=plain, truth=truth))
 
 
 def _default_dtype(op: Op, expected: Standard) -> Compared:

@@ -34,9 +34,24 @@ def test_two_targets_have_the_columns_and_advice_promises_nothing():
             for name, n in (("a.cu", 8), ("b.cu", 9))]  # fmt: skip
     long = [{**row, "target": f"{'folder/' * 9}{row['target']}"} for row in rows]
     assert "…" not in drawn(Report("inspect", "x", rows=long))
+    assert re.search(r"^ +a\.cu +b\.cu", drawn(Report("inspect", "x", rows=long)), re.MULTILINE)
+    alike = [{**row, "target": f"{folder}/a.cu"} for row, folder in zip(rows, "xy", strict=True)]
+    assert re.search(r"x/a\.cu +y/a\.cu", drawn(Report("inspect", "x", rows=alike)))
     finding = Finding("spills", "8 bytes", "why so", "", 0.0, 0, next_step="fewer values")
     text = drawn(Report("inspect", "x", rows=rows, findings=[finding]))
     assert re.search(r"a\.cu +b\.cu", text)
     assert "1. spills\n" in text and "do: fewer values" in text
     refused = [*rows[:1], {"kernel": "k", "arch": "sm_90a", "target": "b.cu", "refusal": "no"}]
     assert re.search(r"refusal +no", drawn(Report("inspect", "x", rows=refused)))
+
+
+def test_a_title_is_whole_above_a_table_that_is_narrower_and_texts_break_at_words():
+    name = "gain_bwd<__nv_bfloat16, float> → _gain_bwd_kernel bf16/fp32"
+    archs = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+    rows = [{"kernel": name, "arch": arch, "registers": 255,
+             "local_memory": "local array, no spill",
+             "limited_by": "registers and shared memory"} for arch in archs]  # fmt: skip
+    text = drawn(Report("inspect", "x", rows=rows))
+    assert f"\n{name}\n" in re.sub(" +\n", "\n", text)
+    assert max(map(len, text.splitlines())) <= 80 and text.count("spill") == 4
+    assert all(text.count(word) >= 4 for word in ("registers", "shared", "memory", "array,"))

@@ -59,6 +59,13 @@ def test_long_answers_stay_on_one_line(report):
     assert drawn(report, width=20).splitlines()[0] == report.answer
 
 
+def test_on_a_terminal_long_answers_break_at_words(report):
+    console = Console(file=io.StringIO(), width=20, no_color=True, force_terminal=True)
+    draw(report, console)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue()).splitlines()
+    assert [line.rstrip() for line in shown[:2]] == ["tiny on h200: 61.2 →", "44.8 ms a step"]
+
+
 def test_before_and_after_with_their_intervals(report):
     text = drawn(report)
     assert re.search(r"before \(predicted\)\s+after \(predicted\)", text)

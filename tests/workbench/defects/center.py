@@ -53,7 +53,8 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     shape = (case.shape["rows"], case.shape["columns"])
-    x = torch.randn(shape, generator=generator, device=device).to(case.dtype)
+    wide = torch.promote_types(case.dtype, torch.float32)
+    x = torch.randn(shape, generator=generator, device=device, dtype=wide).to(case.dtype)
     return {"x": x.requires_grad_()}
 
 

@@ -124,9 +124,13 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     rows, columns = case.shape["rows"], case.shape["columns"]
-    x = torch.randn(rows, columns, generator=generator, device=device).to(case.dtype)
-    weight = torch.randn(columns, generator=generator, device=device).to(case.dtype)
-    return {"x": x.requires_grad_(), "weight": weight.requires_grad_()}
+
+    def random(*shape: int) -> torch.Tensor:
+        wide = torch.promote_types(case.dtype, torch.float32)
+        values = torch.randn(shape, generator=generator, device=device, dtype=wide)
+        return values.to(case.dtype).requires_grad_()
+
+    return {"x": random(rows, columns), "weight": random(columns)}
 
 
 def twin(fault: str = "") -> Op:

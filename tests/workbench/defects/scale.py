@@ -199,7 +199,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     rows, columns = case.shape["rows"], case.shape["columns"]
 
     def random(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, device=device)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        values = torch.randn(shape, generator=generator, device=device, dtype=wide)
         return values.to(case.dtype).requires_grad_()
 
     return {"x": random(rows, columns), "weight": random(columns)}
