@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve(options.serve)
         return 0
     ops = options.ops or list(OPS)
-    every = [mutant for op in ops for mutant in mutants_of(options.root, op)]
+    every = mutants_of_all(options.root, ops)
     chosen = every if options.all else sample(every, SAMPLE)
     reasons = equivalents()
     if not options.ops:
@@ -92,6 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is not None:
         out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return tell(result)
+
+
+def mutants_of_all(root: Path, ops: Sequence[str]) -> list[Mutant]:
+    """Return the mutants of ops; those of kernels that several share are the first one's."""
+    found: dict[str, Mutant] = {}
+    for op in ops:
+        for mutant in mutants_of(root, op):
+            found.setdefault(mutant.key, mutant)
+    return list(found.values())
 
 
 def sample(mutants: Sequence[Mutant], count: int) -> list[Mutant]:

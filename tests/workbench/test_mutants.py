@@ -46,7 +46,7 @@ def tool():
 
 @pytest.fixture(scope="module")
 def every(tool):
-    return [mutant for op in tool.OPS for mutant in tool.mutants_of(ROOT, op)]
+    return tool.mutants_of_all(ROOT, tool.OPS)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,21 @@ def test_cuda_is_broken_as_well(tool, tmp_path: Path):
         ("comparison moved", 3, "if (i <= n && x) x[i] = 0;"),
         ("mask term dropped", 3, "if (i < n) x[i] = 0;"),
     ]
+
+
+def test_shared_kernels_are_broken_for_the_first_op_that_shares_them(tool, tmp_path: Path):
+    root = written(tmp_path, "kernels.py", KERNEL)
+    (tmp_path / "nearlight/ops/_shared.py").write_text(KERNEL.replace("_k", "_shared_k"))
+    for op in ("some", "other"):
+        (tmp_path / "nearlight/ops" / op).mkdir(exist_ok=True)
+        (tmp_path / "nearlight/ops" / op / "loop.py").write_text(
+            "from nearlight.ops._shared import launch\n"
+        )
+    files = {(m.op, m.file) for m in tool.mutants_of_all(root, ["some", "other"])}
+    assert files == {
+        ("some", "nearlight/ops/some/kernels.py"),
+        ("some", "nearlight/ops/_shared.py"),
+    }
 
 
 def test_every_mutant_of_ours_is_another_program_that_compiles(tool, every):
