@@ -20,6 +20,7 @@ from nearlight.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from nearlight.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from nearlight.ops.dropout import dropout as dropout
 from nearlight.ops.dropout_add import dropout_add as dropout_add
+from nearlight.ops.embedding import embedding as embedding
 from nearlight.ops.geglu import geglu as geglu
 from nearlight.ops.gelu import gelu as gelu
 from nearlight.ops.group_norm import group_norm as group_norm

@@ -10,6 +10,7 @@ from nearlight.core.launch import described_launches
 from nearlight.ops import OPS, _softmax
 from nearlight.ops._logits import split_add_
 from nearlight.ops.adamw import registration as adamw
+from nearlight.ops.embedding import kernels as embedding
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.linear_log_prob import kernels as linear_log_prob
@@ -92,6 +93,12 @@ def launch_dropout():
 def launch_dropout_add():
     x, seed = torch.ones(5, 96), torch.ones(2, dtype=torch.int64)
     sys.modules["nearlight.ops.dropout_add"].kernels.add(x, x, seed, 0.1)
+
+
+def launch_embedding():
+    indices, weight, out = torch.ones(70, dtype=torch.int64), torch.ones(5, 96), torch.ones(70, 96)
+    embedding.gather(out, indices, weight, torch.ones((), dtype=torch.int32), 2.0)
+    embedding.sum_rows(weight, out, indices, indices, torch.arange(6), 2.0, -1)
 
 
 def launch_group_norm():

@@ -325,6 +325,7 @@ SHAPES = {
     "adamw": [{"tensors": 2, "rows": 5, "N": 300}],
     "dropout": [{"rows": 9, "N": 3000}],
     "dropout_add": [{"rows": 9, "N": 3000}],
+    "embedding": [{"T": 40, "V": 9, "D": 3000}],
     "group_norm": [{"N": 2, "C": 32, "S": 300}],
     "rms_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "layer_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
