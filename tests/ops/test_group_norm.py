@@ -79,6 +79,14 @@ def test_a_group_of_one_value_is_the_bias():
     assert torch.equal(y, bias[:, None].expand(2, 4, 9))
 
 
+@pytest.mark.parametrize("scale", [1e20, 1e30])
+def test_a_variance_past_the_range_gives_no_gradient_and_no_nan(scale):
+    x = (random(2, 4, 64) * scale).requires_grad_()
+    y = ours(x, 2)
+    (dx,) = torch.autograd.grad(y, x, random(2, 4, 64, seed=1) * 1e10)
+    assert not y.any() and not dx.any()
+
+
 def test_nan_and_infinity_stay_in_their_group():
     x = random(2, 4, 9)
     x[0, 1, 3], x[1, 2, 0] = float("inf"), float("nan")

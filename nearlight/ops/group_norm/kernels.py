@@ -236,20 +236,21 @@ def _group_norm_bwd_sums_kernel(
     n, c, begin, end = _place(C, S, PIECE, BLOCK_C)
     mean = _per_group(mean_ptr, n, c, C, GROUP)
     rest = _per_group(mean_ptr + num_groups, n, c, C, GROUP)
+    rstd = _per_group(rstd_ptr, n, c, C, GROUP)
     products = tl.zeros((BLOCK_C, BLOCK_S), ACC)
     sums = tl.zeros((BLOCK_C, BLOCK_S), ACC)
-    for start in range(begin, end, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
+    for start in range(0, (end - begin).to(tl.int32), BLOCK_S):
+        s = begin + (start + tl.arange(0, BLOCK_S))
         mask = (c < C)[:, None] & (s < end)[None, :]
         x_at = x_ptr + n * x_stride_n + c[:, None] * x_stride_c + s[None, :] * x_stride_s
         dy_at = dy_ptr + n * dy_stride_n + c[:, None] * dy_stride_c + s[None, :] * dy_stride_s
         x = tl.load(x_at, mask, other=0.0).to(ACC)
         dy = tl.load(dy_at, mask, other=0.0).to(ACC)
-        products += tl.where(mask, dy * (x - mean - rest), 0.0)
+        # Beyond the ends dy is 0, and x̂ finite where it is so within.
+        products += dy * ((x - mean - rest) * rstd)
         sums += dy
-    rstd = _per_group(rstd_ptr, n, c, C, GROUP)
     at = (n * tl.cdiv(S, PIECE) + begin // PIECE) * C + c
-    tl.store(partials_ptr + at, tl.sum(products * rstd, axis=1), c < C)
+    tl.store(partials_ptr + at, tl.sum(products, axis=1), c < C)
     tl.store(partials_ptr + num_sums + at, tl.sum(sums, axis=1), c < C)
 
 
