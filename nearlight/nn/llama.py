@@ -7,7 +7,7 @@ Parameter names are those of transformers without the prefix "model.".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     has_attention_bias: bool = False
     has_mlp_bias: bool = False
     is_tied: bool = False

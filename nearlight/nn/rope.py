@@ -40,6 +40,10 @@ class RotaryEmbedding(nn.Module):
         self, rotary_dim: int, theta: float = 10_000.0, scaling: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
+        if rotary_dim <= 0 or rotary_dim % 2:
+            raise ValueError(
+                f"rotary_dim={rotary_dim}: pairs of channels turn, give an even number"
+            )
         self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, dict(scaling or {})
         if there := self.scaling.keys() & {"rope_theta", "partial_rotary_factor", "mrope_section"}:
             raise ValueError(

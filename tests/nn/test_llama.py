@@ -95,3 +95,10 @@ def test_another_model_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_transformers(make_model(family, **options).config)
+
+
+def test_a_config_with_a_scaling_is_a_key(make_model: Make) -> None:
+    options = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+    config = make_model("Llama", **options).config
+    first, second = (LlamaConfig.from_transformers(config) for _ in range(2))
+    assert first.rope_scaling is not None and {first: 1}[second] == 1
