@@ -30,6 +30,18 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def normal(
+    case: Case, device: torch.device, generator: torch.Generator, *size: int
+) -> torch.Tensor:
+    """Draw normal values for a case's `make_inputs`, on the device.
+
+    They are fp32, of an fp64 case fp64: drawn in fp32, they would hide what a kernel rounds to it.
+    """
+    wide = torch.promote_types(case.dtype, torch.float32)
+    place = device if device.type == "meta" else generator.device
+    return torch.randn(*size, generator=generator, device=place, dtype=wide).to(device)
+
+
 @dataclass(frozen=True)
 class KernelBuild:
     """One kernel as it is compiled for an arch, with the budget its machine code must keep.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nearlight.core.cost import Cost, formula_for
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Inputs, KernelBuild
+from nearlight.core.op import Case, Inputs, KernelBuild, normal
 from nearlight.core.rows import FLOATS, refuse_dtensor
 from nearlight.ops._activations import Gated, Unary
 
@@ -74,8 +74,7 @@ def rows_of(
     batch, width = case.shape.get("batch", 1), case.shape["N"]
     rows = batch * case.shape["rows"]
     kind = torch.arange(rows, device=device) % len(scales)
-    wide = torch.promote_types(case.dtype, torch.float32)
-    values = torch.randn(rows, width, generator=generator, device=device, dtype=wide)
+    values = normal(case, device, generator, rows, width)
     values *= torch.tensor(scales, device=device)[kind, None]
     values = (values + torch.tensor(means, device=device)[kind, None]).to(case.dtype)
     return values.unflatten(0, (batch, -1)) if "batch" in case.shape else values

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from nearlight.core.op import Case, Inputs
+from nearlight.core.op import Case, Inputs, normal
 from nearlight.ops._linear_logits import Needs
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     """Rows of every kind: flat, confident (p ≈ 0.999), tiny, large and far from 0; some ignored."""
     rows, hidden, vocab = (case.shape[name] for name in ("BT", "H", "V"))
-
-    def normal(*shape: int) -> torch.Tensor:
-        wide = torch.promote_types(case.dtype, torch.float32)
-        return torch.randn(*shape, device=device, generator=generator, dtype=wide)
-
-    weight = normal(vocab, hidden) / max(hidden, 1) ** 0.5
+    random = partial(normal, case, device, generator)
+    weight = random(vocab, hidden) / max(hidden, 1) ** 0.5
     labels = torch.randint(vocab, (rows,), device=device, generator=generator)
-    x = normal(rows, hidden)
+    x = random(rows, hidden)
     kind = torch.arange(rows, device=device) % 5
     # Along its own class's weight a row becomes sure of it.
     x += 12.0 * (kind == 1)[:, None] * weight[labels]
@@ -33,11 +30,11 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         "labels": labels,
     }
     if case.shape.get("bias"):
-        inputs["bias"] = normal(vocab).to(case.dtype).requires_grad_()
+        inputs["bias"] = random(vocab).to(case.dtype).requires_grad_()
     if case.shape.get("class_weight"):
-        inputs["class_weight"] = normal(vocab).abs() + 0.1
+        inputs["class_weight"] = random(vocab).abs() + 0.1
     if case.shape.get("token_weight"):
-        inputs["token_weight"] = normal(rows)
+        inputs["token_weight"] = random(rows)
     return {**inputs, **case.options}
 
 

@@ -21,7 +21,7 @@ import triton
 from nearlight.core.cost import Cost, tensor_bytes
 from nearlight.core.hardware import find_gpu
 from nearlight.core.launch import described_launches, gpu_of_arch, launch_gpu
-from nearlight.core.op import Case, Inputs, KernelBuild
+from nearlight.core.op import Case, Inputs, KernelBuild, normal
 from nearlight.core.register import register_op
 from nearlight.core.row_config import RowConfig
 from nearlight.core.rows import (
@@ -309,21 +309,15 @@ class RowNorm:
         return self.config(shape, dtype, find_gpu("h200"), "backward")
 
     def make_inputs(self, case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-        """Make the tensors of a case: a stream larger than what a block adds to it."""
+        """Make the tensors of a case; a stream is larger than what a block adds to it."""
         options = dict(case.options)
         residual_dtype = options.pop("residual_dtype", case.dtype)
-
-        def random(*size: int) -> torch.Tensor:
-            wide = torch.promote_types(case.dtype, torch.float32)
-            values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
-            return values.to(device)
-
+        random = partial(normal, case, device, generator)
         rows, width = case.shape["rows"], case.shape["N"]
         mean = 1.0 - options.get("offset", 0.0)
-        tensors = {
-            "x": random(rows, width).to(case.dtype),
-            "residual": (3.0 * random(rows, width)).to(residual_dtype),
-        }
+        tensors = {"x": random(rows, width).to(case.dtype)}
+        if self.has_residual:
+            tensors["residual"] = (3.0 * random(rows, width)).to(residual_dtype)
         for name in self.parameters:
             tensors[name] = (mean * (name == "weight") + 0.1 * random(width)).to(case.dtype)
         return {**{n: tensor.requires_grad_() for n, tensor in tensors.items()}, **options}

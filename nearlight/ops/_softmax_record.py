@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op, normal
 from nearlight.core.row_config import MAX_BLOCK, RowConfig
 from nearlight.core.rows import FLOATS, refuse_dtensor
 from nearlight.ops import _softmax
@@ -63,8 +63,7 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     rows, width = case.shape["rows"], case.shape["N"]
     options = dict(case.options)
     kind_of_mask = options.pop("mask", "none")
-    wide = torch.promote_types(case.dtype, torch.float32)
-    x = torch.randn(rows, width, device=device, generator=generator, dtype=wide)
+    x = normal(case, device, generator, rows, width)
     kind = torch.arange(rows, device=device)[:, None] % 5
     x *= torch.tensor([1.0, 1.0, 1e-3, 30.0, 1.0], device=device)[kind]
     x[:, :1] += 12.0 * (kind == 1)
@@ -75,7 +74,7 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     if kind_of_mask == "bool":
         inputs["mask"] = keep
     elif kind_of_mask == "additive":
-        bias = torch.randn(rows, width, device=device, generator=generator, dtype=wide)
+        bias = normal(case, device, generator, rows, width)
         inputs["mask"] = bias.masked_fill(~keep, -torch.inf).to(case.dtype)
     elif kind_of_mask == "row":
         inputs["mask"] = keep[:1]

@@ -65,7 +65,7 @@ def test_tables_are_those_of_the_op_whatever_the_models_dtype(
 
 
 def test_what_it_does_not_take_is_refused() -> None:
-    with pytest.raises(ValueError, match="rotary_dim=5: pairs of channels turn"):
+    with pytest.raises(ValueError, match="rotary_dim=5: channels turn in pairs"):
         RotaryEmbedding(5)
     with pytest.raises(ValueError, match=r"give RotaryEmbedding theta .*nearlight.ops.rope_tables"):
         RotaryEmbedding(4, 1e4, {"rope_theta": 1e4, "mrope_section": [1, 1]})

@@ -22,7 +22,7 @@ from nearlight.core.backend import use_triton
 from nearlight.core.blockwise import state_bytes
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op, normal
 from nearlight.core.rows import refuse_dtensor
 from nearlight.ops.adamw.kernels import Config, config
 from nearlight.ops.adamw.reference import reference
@@ -208,11 +208,10 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     lists: dict[str, list[torch.Tensor]] = {
         name: [] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps")
     }
-    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
     for index in range(case.shape["tensors"]):
 
         def random(scale: float) -> torch.Tensor:
-            return scale * torch.randn(shape, generator=generator, device=device, dtype=wide)
+            return scale * normal(case, device, generator, *shape)
 
         lists["params"].append(random(1.0).to(case.dtype))
         lists["grads"].append(random(10.0 ** (index % 3 - 1)).to(case.dtype))

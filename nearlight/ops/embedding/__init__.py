@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op, normal
 from nearlight.core.rows import FLOATS, refuse_dtensor
 from nearlight.ops.embedding.kernels import config, gather, sum_rows
 from nearlight.ops.embedding.registration import (
@@ -118,7 +118,7 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     uniform = torch.rand(tokens, generator=generator, device=place)
     indices = (uniform**3 * rows).long().clamp(max=rows - 1)
     indices[-1:] = rows - 1
-    weight = torch.randn(rows, width, generator=generator, device=place).to(device, case.dtype)
+    weight = normal(case, device, generator, rows, width).to(case.dtype)
     # The truth of a larger gradient, in fp64, takes more memory than others leave on a GPU.
     weight.requires_grad_(rows * width <= 2**31)
     return {"indices": indices.to(device), "weight": weight, **case.options}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op, normal
 from nearlight.core.rows import FLOATS, accumulator, refuse_dtensor
 from nearlight.ops.group_norm.kernels import config
 from nearlight.ops.group_norm.registration import (
@@ -121,12 +122,7 @@ def group_norm(
 
 def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     samples, channels, positions = (case.shape[name] for name in ("N", "C", "S"))
-
-    def random(*size: int) -> torch.Tensor:
-        wide = torch.promote_types(case.dtype, torch.float32)
-        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
-        return values.to(device)
-
+    random = partial(normal, case, device, generator)
     x = random(samples, channels, positions)
     x = (x * (1.0 + torch.arange(channels, device=device) % 3)[:, None] + 0.5).to(case.dtype)
     if "channels_last" in case.name:

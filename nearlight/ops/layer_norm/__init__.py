@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from nearlight.core.backend import use_triton
-from nearlight.core.op import Case, Extreme, Inputs, Op
+from nearlight.core.op import Extreme, Inputs, Op
 from nearlight.core.row_config import MAX_BLOCK
 from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows
 from nearlight.ops._row_norm import RowNorm, case_of
@@ -107,22 +107,6 @@ def layer_norm(
     return y
 
 
-def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    width = case.shape["N"]
-
-    def random(*size: int) -> torch.Tensor:
-        wide = torch.promote_types(case.dtype, torch.float32)
-        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
-        return values.to(device, case.dtype)
-
-    tensors = {
-        "x": random(case.shape["rows"], width).requires_grad_(),
-        "weight": (1.0 + 0.1 * random(width)).requires_grad_(),
-        "bias": (0.1 * random(width)).requires_grad_(),
-    }
-    return {**tensors, **case.options}
-
-
 def _large_mean(inputs: Inputs) -> Inputs:
     x = 30.0 + 0.01 * inputs["x"].detach()
     return {**inputs, "x": x.requires_grad_()}
@@ -153,7 +137,7 @@ OP = Op(
     name="layer_norm",
     function=layer_norm,
     reference=reference,
-    make_inputs=_make_inputs,
+    make_inputs=norm.make_inputs,
     cases=[
         case_of(16384, 4096),
         case_of(16384, 8192),

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from nearlight.core.backend import use_triton
-from nearlight.core.op import Case, Extreme, Inputs, Op
+from nearlight.core.op import Extreme, Inputs, Op
 from nearlight.core.row_config import MAX_BLOCK
 from nearlight.core.rows import MAX_WIDTH, accumulator, check_rows
 from nearlight.ops._row_norm import RowNorm, case_of
@@ -134,20 +134,6 @@ def roundings(
     return False, x.dtype
 
 
-def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    width = case.shape["N"]
-
-    def random(*size: int) -> torch.Tensor:
-        wide = torch.promote_types(case.dtype, torch.float32)
-        values = torch.randn(*size, generator=generator, device=generator.device, dtype=wide)
-        return values.to(device, case.dtype)
-
-    x = random(case.shape["rows"], width)
-    weight = 1.0 - case.options.get("offset", 0.0) + 0.1 * random(width)
-    tensors = {"x": x.requires_grad_(), "weight": weight.requires_grad_()}
-    return {**tensors, **case.options}
-
-
 def _zero_first_row(inputs: Inputs) -> Inputs:
     return _with_first_row(inputs, 0.0)
 
@@ -187,7 +173,7 @@ OP = Op(
     name="rms_norm",
     function=rms_norm,
     reference=reference,
-    make_inputs=_make_inputs,
+    make_inputs=norm.make_inputs,
     cases=[
         case_of(16384, 1024),
         case_of(16384, 4096),

@@ -24,7 +24,7 @@ import torch
 from nearlight.core.backend import use_triton
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op, normal
 from nearlight.core.rows import FLOATS, refuse_dtensor
 from nearlight.ops.rope.in_place import refuse_in_place, turn_in_place
 from nearlight.ops.rope.kernels import Config, config
@@ -228,13 +228,11 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     rotary_dim = options.get("rotary_dim", width)
     num_rows = case.shape.get("P", tokens)
 
-    wide = torch.promote_types(case.dtype, torch.float32)
-
     def random_heads(count: int) -> torch.Tensor:
-        shape = (batch, tokens, count, width)
-        x = torch.randn(shape, generator=generator, device=device, dtype=wide)
+        x = normal(case, device, generator, batch, tokens, count, width)
         return x.to(case.dtype).transpose(1, 3 - options.get("heads_dim", 1)).requires_grad_()
 
+    wide = torch.promote_types(case.dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=wide) / rotary_dim
     angles = torch.arange(num_rows, device=device)[:, None] * 10000.0**-exponents
     if not has_half_tables:
