@@ -21,9 +21,6 @@ BEYOND_LUCK = 300.0
 # Errors are taken in blocks of rows of about this size: the gradient of a vocabulary in fp64 is
 # gigabytes, and its copies would not fit beside it.
 BLOCK_ELEMENTS = 1 << 24
-# Where terms cancel, plain PyTorch's worst row counts up to this many times its median row: of
-# normal errors in a hundred rows the worst is that far out, and one further out is a fault of its.
-WORST_OF_MEDIAN = 4.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Judgement:
         floor: the part of the limits that does not depend on plain PyTorch.
         truth_norm: 2-norm of the truth.
         num_draws: further draws that decided; 0 where the first one did.
-        num_excused: elements left out as `cancelled`, in all draws that decided.
+        num_excused: elements held to the terms that cancel there, in all draws that decided.
     """
 
     passed: bool
@@ -195,47 +192,59 @@ def without(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, .
     return tuple(tensor.masked_fill(mask.to(tensor.device), 0) for tensor in tensors)
 
 
-def cancelled(
+def judge_cancelled(
     actual: torch.Tensor,
     plain: torch.Tensor,
     truth: torch.Tensor,
     terms: torch.Tensor,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return a mask of the rows whose terms cancel, and that are right at the scale of these.
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, Judgement]:
+    """Apply the tolerance rule to the rows whose terms cancel alone, at the scale of these.
 
     A softmax under an upstream gradient that is constant along its rows has no gradient: what is
-    left there is the rounding of the terms. It is held by the rule's factor to what plain PyTorch
-    leaves in this row or in the worst such row (`WORST_OF_MEDIAN`: a row that it has wrong excuses
-    no other), at most one rounding of the terms, and to two units in the last place of fp32, in
-    which also 16-bit kernels add.
+    left there is the rounding of the terms. Such a row's truth is below one unit in the last place
+    of its largest term. Of plain PyTorch's error at most this unit counts, and the floor is two
+    units of fp32, in which also 16-bit kernels add.
 
     Args:
         actual: our result.
         plain: plain PyTorch's.
         truth: the reference in fp64.
         terms: how large the results are when their terms do not cancel, elementwise.
-        dtype: the results' dtype; `actual`'s by default.
+        dtype: the results' dtype.
+
+    Returns:
+        A mask of the elements of these rows, and the judgement of them.
     """
     # Of fp8 whole digits would pass as the rounding of terms; its kernels work in 16 bits or more.
-    eps = min(torch.finfo(x).eps for x in (dtype or actual.dtype, torch.bfloat16))
-    floor = FLOOR_ULP * min(eps, torch.finfo(torch.float32).eps)
+    unit = min(torch.finfo(x).eps for x in (dtype, torch.bfloat16))
+    scale = _largest(terms)
+    of_row = (_largest(truth) < unit * scale) & scale.isfinite()
+    mask = of_row.expand_as(truth)
+    width = truth.shape[-1] if truth.ndim else 1
+    scales = scale[of_row].unsqueeze(-1)
 
-    def largest(x: torch.Tensor) -> torch.Tensor:
-        return x.abs().amax(-1, keepdim=True) if x.ndim else x.abs()
+    def relative(result: torch.Tensor) -> torch.Tensor:
+        rows = result.detach().to(truth.device)[mask].view(-1, width)
+        return (rows.double() - truth[mask].view(-1, width)) / scales
 
-    scale = largest(terms)
-    ours, theirs = (
-        largest(x.to(truth.device, torch.float64) - truth) / scale for x in (actual, plain)
-    )
-    is_cancelled = (largest(truth) < eps * scale) & scale.isfinite()
-    theirs = theirs.where(theirs.isfinite(), 0.0)  # plain PyTorch's fault gives no allowance
-    alike = theirs[is_cancelled]
-    if not alike.numel():
-        return is_cancelled.expand_as(truth)
-    worst = torch.minimum(alike.max(), WORST_OF_MEDIAN * alike.median())
-    allowed = PLAIN_FACTOR * torch.maximum(theirs, worst).clamp_max(eps) + floor
-    return (is_cancelled & (ours <= allowed)).expand_as(truth)
+    ours, theirs = relative(actual), relative(plain).clamp(-unit, unit)
+    floor = FLOOR_ULP * min(unit, torch.finfo(torch.float32).eps)
+    found = _verdict(_of_size_one(ours), _of_size_one(theirs), floor, ours.numel() ** 0.5)
+    return mask, replace(found, num_excused=ours.numel())
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(-1, keepdim=True) if x.ndim else x.abs()
+
+
+def _of_size_one(errors: torch.Tensor) -> Errors:
+    """Return the measures of the errors of rows whose entries are all of size one."""
+    if not errors.numel():
+        return Errors(0.0, 0.0, 0.0)
+    squares = errors.square()
+    measures = errors.abs().max(), squares.mean(1).max().sqrt(), squares.mean().sqrt()
+    return Errors(*map(float, measures))
 
 
 def _verdict(ours: Errors, plain: Errors, floor: float, truth_norm: float) -> Judgement:

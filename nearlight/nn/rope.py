@@ -41,9 +41,7 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         if rotary_dim <= 0 or rotary_dim % 2:
-            raise ValueError(
-                f"rotary_dim={rotary_dim}: channels turn in pairs: give an even one"
-            )
+            raise ValueError(f"rotary_dim={rotary_dim}: channels turn in pairs: give an even one")
         self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, dict(scaling or {})
         if there := self.scaling.keys() & {"rope_theta", "partial_rotary_factor", "mrope_section"}:
             raise ValueError(

@@ -13,9 +13,9 @@ import torch
 from nearlight.core.numerics import (
     NUM_DRAWS,
     Judgement,
-    cancelled,
     failure,
     judge,
+    judge_cancelled,
     redraw,
     without,
 )
@@ -25,6 +25,7 @@ from nearlight.workbench.trial import Result, Standard, Trial, tensors
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
 
 GRADIENT = "gradient of"
+CANCELLED = " where its terms cancel"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def settle(
         return first
 
     def draw(index: int) -> Mapping[str, Judgement]:
-        again = _judgements(compute(replace(trial, seed=trial.seed + 1009 * index)))
+        again = _judgements(compute(replace(trial, seed=trial.seed + 1009 * index)), first)
         return dict.fromkeys(first, failure(again)) if isinstance(again, str) else again
 
     decided = redraw(first, draw, num_draws)
@@ -104,7 +105,7 @@ def settle(
 
 def tensor_differs(actual: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> str:
     """Say how one tensor breaks the tolerance rule in this one draw, or return ""."""
-    return _judge(actual, plain, truth).reason
+    return _judge("", (actual, plain, truth))[""].reason
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,36 +132,37 @@ def changed_since(before: Mapping[str, torch.Tensor], inputs: Inputs) -> str:
     return next((name for name, tensor in named if not same_bits(before[name], tensor)), "")
 
 
-def _judge(
-    actual: torch.Tensor,
-    plain: torch.Tensor,
-    truth: torch.Tensor,
-    terms: torch.Tensor | None = None,
-) -> Judgement:
-    """Apply the rule to one result; with its terms, without the rows in which these cancel."""
+def _judge(name: str, triple: Triple, terms: torch.Tensor | None = None) -> dict[str, Judgement]:
+    """Apply the rule to one result; with its terms, to the rows in which these cancel apart."""
+    actual, plain, truth = triple
     for what in ("shape", "dtype", "device"):
         ours, theirs = getattr(actual, what), getattr(plain, what)
         if ours != theirs:
-            return failure(f"{what} {_short(ours)}, the reference gives {_short(theirs)}")
+            reason = f"{what} {_short(ours)}, the reference gives {_short(theirs)}"
+            return {name: failure(reason)}
     if not actual.dtype.is_floating_point:
         is_same = torch.equal(actual, plain)
-        return judge(actual, plain, plain) if is_same else failure("values differ")
+        return {name: judge(actual, plain, plain) if is_same else failure("values differ")}
     dtype = actual.dtype
     if dtype.itemsize == 1:  # torch knows no arithmetic of fp8
         actual, plain, truth = actual.float(), plain.float(), truth.float()
-    num_excused = 0
-    if terms is not None and actual.shape == terms.shape:
-        mask = cancelled(actual, plain, truth, terms, dtype)
-        num_excused = int(mask.sum())
-        actual, plain, truth = without(mask, actual, plain, truth)
     # Where plain PyTorch leaves the range of the dtype and the truth does not, there is no
     # error to be held to.
     overflow = ~plain.isfinite() & truth.isfinite()
     actual, plain, truth = without(overflow, actual, plain, truth)
     num_wrong = int((actual.isnan() & ~truth.isnan()).sum())
     if num_wrong:
-        return failure(f"{num_wrong} of {actual.numel()} elements are NaN")
-    found = replace(judge(actual, plain, truth, dtype), num_excused=num_excused)
+        return {name: failure(f"{num_wrong} of {actual.numel()} elements are NaN")}
+    found: dict[str, Judgement] = {}
+    if terms is not None:
+        mask, judged = judge_cancelled(actual, plain, truth, terms, dtype)
+        found[name + CANCELLED] = _placed(judged, *without(~mask, actual, truth))
+        actual, plain, truth = without(mask, actual, plain, truth)
+    return {name: _placed(judge(actual, plain, truth, dtype), actual, truth), **found}
+
+
+def _placed(found: Judgement, actual: torch.Tensor, truth: torch.Tensor) -> Judgement:
+    """Return a judgement; of a result that breaks the rule with the element furthest from it."""
     if found.passed:
         return found
     return replace(found, reason=f"{found.reason}; {_worst(actual, truth)}")
@@ -175,18 +177,33 @@ def _worst(actual: torch.Tensor, truth: torch.Tensor) -> str:
     return f"got {float(ours[where]):.6g}, right is {float(truth[where]):.6g}{place}"
 
 
-def _judgements(compared: Compared | str) -> dict[str, Judgement] | str:
+def _judgements(
+    compared: Compared | str, first: Mapping[str, Judgement] | None = None
+) -> dict[str, Judgement] | str:
+    """Judge the results by name, or say how they differ in kind.
+
+    Terms cost as much as eight gradients: they are asked for where a gradient breaks the rule
+    without them, and in further draws where they were in the `first` one.
+    """
     triples = compared if isinstance(compared, str) else _triples(compared)
     if isinstance(triples, str):
         return triples
-    found = {name: _judge(*triple) for name, triple in triples.items()}
     assert isinstance(compared, Compared)  # of words, `triples` were words, too
-    gradients = {f"{GRADIENT} {name}": name for name in compared.actual.gradients}
-    failing = [name for name in gradients if name in found and not found[name].passed]
-    if failing and compared.expected.terms is not None:
+    found: dict[str, Judgement] = {}
+    for name, triple in triples.items():
+        found |= _judge(name, triple)
+    if compared.expected.terms is None:
+        return found
+    gradients = {f"{compared.label} {name}": name for name in compared.actual.gradients}
+    judged = [name for name in gradients if name in found]
+    if first is None:
+        doubtful = [name for name in judged if not found[name].passed]
+    else:
+        doubtful = [name for name in judged if name + CANCELLED in first]
+    if doubtful:
         terms = compared.expected.terms()
-        for name in failing:
-            found[name] = _judge(*triples[name], terms.get(gradients[name]))
+        for name in doubtful:
+            found |= _judge(name, triples[name], terms.get(gradients[name]))
     return found
 
 

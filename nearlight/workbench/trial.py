@@ -324,21 +324,30 @@ def _terms(
     seed: int,
     wide: torch.dtype,
 ) -> Mapping[str, torch.Tensor]:
-    """Return the largest of true gradients under the upstream gradients with random signs."""
+    """Return the largest of true gradients under the upstream gradients with random signs.
+
+    None where they do not fit in memory: results are then held to the rule without them.
+    """
     found: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(NUM_SIGNS):
-        signed = [
-            g if g is None else g * (1 - 2 * torch.randint(2, g.shape, generator=generator)).to(g)
-            for g in to_dtype(upstream, wide)
-        ]
-        with torch.enable_grad():
-            gradients = compute(to_dtype(inputs, wide), signed).gradients
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                largest = found.get(name, gradient.abs())
-                found[name] = torch.maximum(largest, gradient.abs())
+    try:
+        given, above = to_dtype(inputs, wide), to_dtype(upstream, wide)
+        for _ in range(NUM_SIGNS):
+            signed = [g if g is None else g * _signs(g, generator) for g in above]
+            with torch.enable_grad():
+                gradients = compute(given, signed).gradients
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    largest = found.get(name, gradient.abs())
+                    found[name] = torch.maximum(largest, gradient.abs())
+    except torch.OutOfMemoryError:
+        return {}
     return found
+
+
+def _signs(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    bits = torch.randint(2, like.shape, generator=generator, dtype=torch.int8)
+    return 1 - 2 * bits.to(like.device)
 
 
 def require_refusal(op: Op, inputs: Inputs, error: ValueError) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from nearlight.core.numerics import NUM_DRAWS
 from nearlight.core.op import Case
-from nearlight.workbench.compare import Compared, Leniency, noting, settle, tensor_differs
-from nearlight.workbench.trial import Result, Standard, Trial
+from nearlight.workbench.compare import (
+    GRADIENT,
+    Compared,
+    Leniency,
+    noting,
+    settle,
+    tensor_differs,
+)
+from nearlight.workbench.trial import Result, Standard, Trial, held_to, run
 
 TRIAL = Trial(Case("4", {"n": 4}, torch.float32))
 
@@ -130,29 +139,31 @@ def test_what_is_left_of_terms_that_cancel_is_held_to_the_terms():
         return {"x": torch.ones(2, 8, dtype=torch.float64)}
 
     assert settled(eps, terms) == ""
-    assert settled(3 * eps, terms).startswith("gradient of x: largest error over its row's scale")
+    where = "gradient of x where its terms cancel: largest error over its row's scale"
+    assert settled(3 * eps, terms).startswith(where)
     assert settled(eps, None).startswith("gradient of x: largest error over its row's scale")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "left", "plains"),
+    ("dtype", "size", "left"),
     [
-        (torch.float32, 2.0**-23, 0.0),
-        (torch.float8_e4m3fn, 2.0**-8, 2.0**-9),
-        (torch.float8_e5m2, 2.0**-8, 2.0**-9),
+        (torch.float32, 1.0, 2.0**-23),
+        (torch.float8_e4m3fn, 2.0**15, 2.0**-8),
+        (torch.float8_e5m2, 2.0**15, 2.0**-8),
     ],
 )
-def test_what_is_excused_is_counted_in_every_dtype(dtype, left: float, plains: float):
-    """Two of three rows cancel; plain PyTorch leaves less of their terms, and at one place."""
+def test_what_is_excused_is_counted_in_every_dtype(dtype, size: float, left: float):
+    """Two of three rows cancel; plain PyTorch leaves nothing of their terms."""
     truth = torch.ones(3, 8, dtype=torch.float64)
     truth[:2] = 0
     plain, ours = truth.clone(), truth.clone()
-    plain[:2, 0], ours[:2] = plains, left
+    ours[:2] = left
+    sizes = torch.tensor([[size], [size], [1.0]]).expand(3, 8)
 
     def settled(terms: bool) -> str:
         def compute(trial: Trial) -> Compared:
             wanted = Result([], {"x": plain.to(dtype)}), Result([], {"x": truth})
-            given = Standard({}, (), *wanted, (lambda: {"x": torch.ones(3, 8)}) if terms else None)
+            given = Standard({}, (), *wanted, (lambda: {"x": sizes}) if terms else None)
             return Compared(Result([], {"x": ours.to(dtype)}), given)
 
         return settle(compute, TRIAL, num_draws=0)
@@ -164,6 +175,72 @@ def test_what_is_excused_is_counted_in_every_dtype(dtype, left: float, plains: f
     assert granted.remarks() == ["16 entries held to the terms that cancel there"]
     ours[2] = 2.0
     assert settled(terms=True).startswith("gradient of x: largest error over its row's scale 1 >")
+
+
+def left_of_terms(ours: float, plains: float, label: str = GRADIENT) -> Compared:
+    """One row that cancels: what ours and plain PyTorch leave of terms of size one."""
+    truth = torch.zeros(1, 8, dtype=torch.float64)
+    wanted = Result([], {"x": truth.float() + plains}), Result([], {"x": truth})
+    expected = Standard({}, (), *wanted, lambda: {"x": truth + 1})
+    return Compared(Result([], {"x": truth.float() + ours}), expected, label)
+
+
+def test_luck_in_one_draw_of_terms_that_cancel_is_drawn_again():
+    """In the other draws both leave the same, and the rule holds without the terms."""
+    granted = Leniency()
+
+    def compute(trial: Trial) -> Compared:
+        return left_of_terms(1e-7, 1e-7) if trial.seed else left_of_terms(4e-7, 0.0)
+
+    with noting(granted):
+        assert settle(compute, TRIAL) == ""
+    assert granted == Leniency(num_redrawn=1, num_excused=8 * NUM_DRAWS)
+    found = settle(lambda t: left_of_terms(4e-7, 0.0), TRIAL)
+    assert found.startswith("gradient of x where its terms cancel: ")
+
+
+class Softmax(torch.autograd.Function):
+    """A softmax whose backward sums over some columns."""
+
+    @staticmethod
+    def forward(ctx, x, num_columns):
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        ctx.num_columns = num_columns
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        y, wide = y.float(), g.float()
+        total = (y * wide)[:, : ctx.num_columns].sum(-1, keepdim=True)
+        return (y * (wide - total)).to(g.dtype), None
+
+
+@pytest.mark.parametrize(("num_columns", "is_sound"), [(4096, True), (4095, False)])
+def test_a_column_left_out_shows_where_all_terms_cancel(num_columns, is_sound):
+    """It is a 7,000th of the sum; without it the error is 2.4 times plain PyTorch's."""
+
+    def compute(trial: Trial) -> Compared:
+        generator = torch.Generator().manual_seed(trial.seed)
+        x = torch.randn(64, 4096, generator=generator)
+        x[:, -1] = 0
+        upstream = torch.randn(64, 1, generator=generator).bfloat16().expand(64, 4096)
+        inputs = {"x": x.bfloat16().requires_grad_()}
+        expected = held_to(partial(run, lambda x: x.softmax(-1)), inputs, [upstream])
+        ours = run(lambda x: Softmax.apply(x, num_columns), inputs, [upstream])
+        return Compared(ours, expected)
+
+    found = settle(compute, TRIAL, num_draws=5)
+    assert (found == "") == is_sound
+    assert is_sound or found.startswith("gradient of x where its terms cancel: error of the whole")
+
+
+def test_terms_excuse_a_gradient_by_whatever_name():
+    label = "silently wrong second derivative by"
+    assert settle(lambda t: left_of_terms(1e-7, 0.0, label), TRIAL, num_draws=0) == ""
+    found = settle(lambda t: left_of_terms(1e-3, 0.0, label), TRIAL)
+    assert found.startswith(f"{label} x where its terms cancel: ")
 
 
 def test_terms_are_asked_for_where_a_gradient_fails_alone():

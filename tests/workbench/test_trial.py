@@ -112,6 +112,22 @@ def test_the_signs_of_the_terms_are_drawn_by_the_trials_seed():
     assert not torch.equal(seeds[0], seeds[1])
 
 
+def test_terms_that_do_not_fit_in_memory_are_none():
+    given = standard(OP, Trial(CASE), "cpu")
+    calls = []
+
+    def compute(inputs, upstream):
+        calls.append(inputs["x"])
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(OP.reference, inputs, upstream)
+
+    expected = held_to(compute, given.inputs, given.upstream)
+    assert expected.terms() == {} and len(calls) == 5
+    # The inputs are cast once for all draws of the signs.
+    assert len({x.data_ptr() for x in calls[2:]}) == 1
+
+
 def test_an_input_the_op_does_not_make_is_rejected():
     def make(case, device, generator):
         raise ValueError("columns must be even")

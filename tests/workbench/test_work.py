@@ -78,7 +78,7 @@ def test_terms_that_cancel_excuse_what_they_excuse_in_the_check(plain_op, monkey
     without = (op, op.function, CASE, MACHINE, replace(expected, terms=None), True)
     assert differs_before(*without, num_draws=0) and not differs_before(*given, num_draws=0)
     factor = 1e4
-    assert differs_before(*given).startswith("gradient of x: ")
+    assert differs_before(*given).startswith("gradient of x where its terms cancel: ")
 
 
 def test_new_values_are_written_where_the_timed_ones_lie(plain_op):
@@ -91,3 +91,37 @@ def test_new_values_are_written_where_the_timed_ones_lie(plain_op):
     kept = [(2 * x).detach() for x in former]
     wrong = Work(lambda x: kept[places.index(x.data_ptr())], sets, None)
     assert differs_after(op, wrong, CASE, MACHINE).startswith("output: ")
+
+
+def test_what_is_raised_after_the_timing_is_said(plain_op):
+    """The sets are made; from then on the memory is too small, for the truth or for ours."""
+
+    def double(x):
+        if is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 2 * x
+
+    is_full = False
+    for function, reference in ((lambda x: 2 * x, double), (double, lambda x: 2 * x)):
+        is_full = False
+        op = plain_op(function, reference)
+        sets = [make_inputs(op, Trial(CASE, seed=seed), "cpu") for seed in range(work.NUM_SETS)]
+        is_full = True
+        found = differs_after(op, Work(op.function, sets, None), CASE, MACHINE)
+        assert found == "raised OutOfMemoryError: CUDA out of memory"
+
+
+def test_a_gradient_whose_terms_do_not_fit_is_held_to_the_rule_without_them(plain_op):
+    num_calls = 0
+
+    def reference(x):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 3:  # outputs, truth and plain PyTorch fit
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 2 * x
+
+    op = plain_op(lambda x: 2 * x + 1e-3 * x.detach() - 1e-3 * x, reference)
+    expected, _ = expected_of(op, make_inputs(op, Trial(CASE), "cpu"), Trial(CASE), True)
+    found = differs_before(op, op.function, CASE, MACHINE, expected, True, num_draws=0)
+    assert found.startswith("gradient of x: ") and num_calls == 4

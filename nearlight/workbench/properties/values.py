@@ -9,7 +9,7 @@ from math import inf, isfinite
 import torch
 
 from nearlight.core.op import Op
-from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.compare import CANCELLED, Compared, settle
 from nearlight.workbench.property import Property, cover, is_wide, provable
 from nearlight.workbench.trial import (
     UPSTREAM,
@@ -69,7 +69,8 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         return ""
     # A small result shows its kind in several draws.
     draws = [compute(replace(trial, seed=trial.seed + index)) for index in range(NUM_DRAWS)]
-    hint = _kind(op, draws, reason.partition(":")[0].removeprefix("gradient of "))
+    name = reason.partition(":")[0].removeprefix("gradient of ").removesuffix(CANCELLED)
+    hint = _kind(op, draws, name)
     return f"{reason}; {hint}" if hint else reason
 
 
