@@ -21,10 +21,10 @@ from nearlight.ops.cross_entropy.registration import cost_fwd, extra_bytes
 
 def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     """Rows of every kind: flat, confident (p ≈ 0.999), tiny, large and far from 0; some ignored."""
-    rows, vocab = case.shape["M"], case.shape["V"]
+    rows, vocab, wide = case.shape["M"], case.shape["V"], accumulator(case.dtype)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
+        return torch.randn(*shape, device=device, generator=generator, dtype=wide)
 
     labels = torch.randint(vocab, (rows,), device=device, generator=generator)
     logits = normal(rows, vocab)
