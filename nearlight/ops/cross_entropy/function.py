@@ -9,9 +9,9 @@ import torch
 
 from nearlight.core.backend import use_triton
 from nearlight.core.rows import FLOATS, accumulator, refuse_dtensor
+from nearlight.ops._linear_logits import check_labels, check_options
 from nearlight.ops.cross_entropy.registration import InPlace, forward_op
 from nearlight.ops.linear_cross_entropy.function import _check_options
-from nearlight.ops.linear_cross_entropy.loop import check_labels
 
 STATS = ("logsumexp", "argmax", "correct", "entropy")
 
@@ -156,7 +156,8 @@ def cross_entropy(
         tensor(2.3026)
     """
     _check_tensors(logits, labels, class_weight, token_weight)
-    _check_options(label_smoothing, z_loss, softcap, reduction, num_items, None)
+    check_options(softcap, None)
+    _check_options(label_smoothing, z_loss, reduction, num_items)
     stats = [stats] if isinstance(stats, str) else list(stats)
     if unknown := [name for name in stats if name not in STATS]:
         raise ValueError(f"stats={unknown}: allowed are {', '.join(STATS)}")
@@ -165,19 +166,13 @@ def cross_entropy(
     if inplace and needs_gradient:
         _check_in_place(logits, reduction, is_compiling)
     options: dict[str, Any] = {
-        "class_weight": class_weight,
-        "token_weight": token_weight,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "reduction": reduction,
-        "num_items": num_items,
-    }
+        "class_weight": class_weight, "token_weight": token_weight, "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+        "logit_scale": logit_scale, "reduction": reduction, "num_items": num_items,
+    }  # fmt: skip
     if not use_triton(backend, logits):
         if type(labels) is torch.Tensor and labels.is_cpu and not is_compiling:
-            check_labels(labels, logits.shape[-1], ignore_index)
+            check_labels("cross_entropy", labels, logits.shape[-1], ignore_index)
         return reference(logits, labels, **options, stats=stats)
     if num_items is not None and not isinstance(num_items, torch.Tensor):
         num_items = torch.full((), num_items, dtype=torch.float64, device=logits.device)

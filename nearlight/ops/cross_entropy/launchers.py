@@ -13,9 +13,9 @@ from nearlight.core.hardware import Gpu
 from nearlight.core.launch import launch_gpu
 from nearlight.core.rows import FEW_COLUMNS, accumulator, as_rows, triton_accumulator
 from nearlight.core.tuned import tunable
+from nearlight.ops._linear_logits import check_labels
 from nearlight.ops.cross_entropy import kernels
 from nearlight.ops.cross_entropy.tiles import ALIGNMENT
-from nearlight.ops.linear_cross_entropy.loop import check_labels
 
 # Wider rows that are read twice are walked by one program per SM: few rows are in flight then, and
 # what was read for the first time is still in L2 when it is read again.
@@ -201,7 +201,7 @@ def divide(
     """Return what the sum of the losses is divided by, or None; labels outside are an error."""
     vocab, dtype = arguments.logits.shape[-1], accumulator(arguments.logits.dtype)
     if labels.is_cpu:
-        check_labels(labels, vocab, arguments.ignore_index)
+        check_labels("cross_entropy", labels, vocab, arguments.ignore_index)
     num_programs = triton.cdiv(labels.numel(), DIVISOR_ROWS)
     shape = (num_programs,) if num_programs > 1 else ()
     is_mean = arguments.reduction == "mean"

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from nearlight.core.triton import jit
+from nearlight.ops._logits import _tanh
 from nearlight.ops._softmax import exp
-from nearlight.ops.linear_cross_entropy.kernels import _tanh
 
 # Tiles of rows that start anywhere are moved to multiples of so many elements, which are whole
 # vectors of 16 bytes in any dtype.
