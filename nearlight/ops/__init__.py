@@ -18,6 +18,7 @@ from nearlight.core.op import Op
 from nearlight.ops.adamw import adamw as adamw
 from nearlight.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from nearlight.ops.add_rms_norm import add_rms_norm as add_rms_norm
+from nearlight.ops.cross_entropy import cross_entropy as cross_entropy
 from nearlight.ops.dropout import dropout as dropout
 from nearlight.ops.dropout_add import dropout_add as dropout_add
 from nearlight.ops.embedding import embedding as embedding

@@ -78,7 +78,9 @@ def timed_call(
 def compute(function: Callable[..., Any], inputs: Inputs, upstream: Upstream | None) -> Result:
     """Return what a function gives; without upstream gradients, of the forward alone."""
     if upstream is not None:
-        return run(function, inputs, upstream)
+        found = run(function, inputs, upstream)
+        # Without their graph: it would keep the inputs alive, a truth's in fp64 among them.
+        return Result([output.detach() for output in found.outputs], found.gradients)
     with torch.no_grad():
         return Result(call(function, inputs), {})
 

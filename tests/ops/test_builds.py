@@ -10,6 +10,8 @@ from nearlight.core.launch import described_launches
 from nearlight.ops import OPS, _softmax
 from nearlight.ops._logits import split_add_
 from nearlight.ops.adamw import registration as adamw
+from nearlight.ops.cross_entropy import launchers as cross_entropy
+from nearlight.ops.cross_entropy import record as cross_entropy_record
 from nearlight.ops.embedding import kernels as embedding
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
@@ -126,6 +128,15 @@ def launch_linear_log_prob():
     rows, options = torch.ones(4, 5), linear_log_prob.Options(softcap=30.0, temperature=0.5)
     linear_log_prob.log_prob_of(logits, labels, rows.unbind(), options)
     linear_log_prob.logits_gradient_(logits, labels, rows.unbind(), rows[0], rows[0], options)
+
+
+def launch_cross_entropy():
+    logits, labels = torch.ones(5, 96), torch.ones(5, dtype=torch.int64)
+    arguments = cross_entropy_record._arguments(logits, labels, has_gradient=True)
+    results = cross_entropy.forward(arguments)
+    statistics = torch.ones(2, 5)
+    cross_entropy.backward(results.loss, statistics, results.divisor, *arguments)
+    cross_entropy.scale(logits, logits, results.loss)
 
 
 def launch_softmax(name="softmax"):

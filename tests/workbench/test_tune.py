@@ -323,6 +323,7 @@ SHAPES = {
     "add_layer_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "add_rms_norm": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "adamw": [{"tensors": 2, "rows": 5, "N": 300}],
+    "cross_entropy": [{"M": 3, "V": 2500}, {"M": 3, "V": 5}, {"M": 2, "V": 2501}],
     "dropout": [{"rows": 9, "N": 3000}],
     "dropout_add": [{"rows": 9, "N": 3000}],
     "embedding": [{"T": 40, "V": 9, "D": 3000}],

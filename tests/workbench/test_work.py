@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -49,6 +51,21 @@ def test_of_a_forward_alone_no_gradient_is_asked(plain_op):
     op = plain_op(softmax)
     expected, _ = expected_of(op, make_inputs(op, Trial(CASE), "cpu"), Trial(CASE), False)
     assert not expected.truth.gradients and not expected.terms()
+
+
+def test_a_truth_keeps_no_copy_of_the_inputs_alive(plain_op):
+    kept = []
+
+    def reference(x):
+        kept.append(weakref.ref(x))
+        return x.exp().sum()
+
+    op = plain_op(reference)
+    expected, _ = expected_of(op, make_inputs(op, Trial(CASE), "cpu"), Trial(CASE), True)
+    assert expected.truth.gradients["x"].dtype == torch.float64
+    gc.collect()
+    alive = [x.dtype for ref in kept if (x := ref()) is not None]
+    assert torch.float64 not in alive
 
 
 def test_terms_that_cancel_excuse_what_they_excuse_in_the_check(plain_op, monkeypatch):

@@ -162,6 +162,8 @@ class Builder(InterpreterBuilder):
 
     # Told the addresses of each load that are read, before they are.
     on_load: Callable[[Array], None] | None = None
+    # Whether the load under way has an `other`, which is 0 where it does not arrive.
+    has_other = False
 
     def create_masked_load(
         self, ptrs: Any, mask: Any, other: Any, *hints: Any, **named: Any
@@ -169,7 +171,7 @@ class Builder(InterpreterBuilder):
         """Load; what is masked off without an `other` is undefined on a GPU and NaN or −1 here."""
         if self.on_load is not None:
             self.on_load(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
-        if other is None:
+        if other is None and not self.has_other:
             dtype = numpy_dtype(ptrs.get_element_ty())
             undefined = np.full(ptrs.data.size * dtype.itemsize, UNDEFINED_BYTE, np.uint8)
             other = TensorHandle(undefined.view(dtype).reshape(ptrs.data.shape), ptrs.dtype)

@@ -26,6 +26,14 @@ class Semantic(TritonSemantic):
         is_same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
         return (lhs, rhs) if is_same else super().broadcast_impl_value(lhs, rhs)
 
+    def load(self, ptr: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        """Load; Triton asks for the truth of `other`, which is False of a single 0."""
+        builder.has_other = other is not None
+        try:
+            return super().load(ptr, mask, other, *rest, **named)
+        finally:
+            builder.has_other = False
+
 
 @cache
 def _block_shape(shape: tuple[int, ...]) -> tuple[Any, int, str]:

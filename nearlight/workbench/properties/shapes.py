@@ -45,7 +45,7 @@ SIZES = (1, 2, 3, 7, 17, 31, 33, 127)
 GPU_TILES = "in the tiles of a GPU"
 H200 = find_gpu("h200")
 SMALL_GPU = replace(H200, num_sms=2)
-GPU_SIZES = (67, 2049)
+GPU_SIZES = (3, 67, 2049)
 MAX_GPU_SIZE = 1 << 14
 LARGE_TILE = 1 << 12
 GRIDS = "grids"

@@ -373,3 +373,18 @@ def test_what_is_masked_off_without_another_value_is_undefined():
     y = torch.zeros(4, dtype=torch.int32)
     _undefined_kernel[(1,)](torch.ones(4, dtype=torch.int32), y, BLOCK=4)
     assert y.tolist() == [1, 1, 1, -1]
+
+
+@jit
+def _one_masked_off_kernel(x_ptr, y_ptr, n, OTHER: tl.constexpr):
+    at = tl.arange(0, 1)
+    tl.store(y_ptr, tl.load(x_ptr, n > 5, other=OTHER))
+    tl.store(y_ptr + 1 + at, tl.load(x_ptr + at, at > n, other=OTHER))
+    tl.store(y_ptr + 2 + at, tl.load(x_ptr + at, at > n))
+
+
+@pytest.mark.parametrize("other", [0.0, 2.0])
+def test_of_a_single_element_masked_off_another_value_is_taken_also_if_it_is_zero(other):
+    y = torch.ones(3)
+    _one_masked_off_kernel[(1,)](torch.ones(4), y, 3, OTHER=other)
+    assert y[:2].tolist() == [other, other] and y[2].isnan()
