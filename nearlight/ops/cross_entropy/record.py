@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from nearlight.core.cost import Cost
 from nearlight.core.launch import described_launches, gpu_of_arch
-from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op
+from nearlight.core.op import Case, Extreme, Inputs, KernelBuild, Op, normal
 from nearlight.core.rows import accumulator
 from nearlight.ops.cross_entropy import launchers
 from nearlight.ops.cross_entropy.function import STATS, cross_entropy, reference
@@ -21,13 +22,10 @@ from nearlight.ops.cross_entropy.registration import cost_fwd, extra_bytes
 
 def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     """Rows of every kind: flat, confident (p ≈ 0.999), tiny, large and far from 0; some ignored."""
-    rows, vocab, wide = case.shape["M"], case.shape["V"], accumulator(case.dtype)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=generator, dtype=wide)
-
+    rows, vocab = case.shape["M"], case.shape["V"]
+    random = partial(normal, case, device, generator)
     labels = torch.randint(vocab, (rows,), device=device, generator=generator)
-    logits = normal(rows, vocab)
+    logits = random(rows, vocab)
     kind = torch.arange(rows, device=device) % 5
     logits *= torch.tensor([1.0, 1.0, 1e-3, 30.0, 1.0], device=device)[kind][:, None]
     logits += 20.0 * (kind == 4)[:, None]
@@ -36,10 +34,10 @@ def _make_inputs(case: Case, device: torch.device, generator: torch.Generator) -
     labels[2:258:32] = case.options.get("ignore_index", -100)
     inputs: Inputs = {"logits": logits.to(case.dtype).requires_grad_(), "labels": labels}
     if case.shape.get("class_weight"):
-        inputs["class_weight"] = normal(vocab).abs() + 0.1
+        inputs["class_weight"] = random(vocab).abs() + 0.1
     if case.shape.get("token_weight"):
         # Of one sign: a mean over weights that cancel says nothing of how it was computed.
-        inputs["token_weight"] = normal(rows).abs()
+        inputs["token_weight"] = random(rows).abs()
     return {**inputs, **case.options}
 
 
