@@ -11,6 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 
 demo:
 	@$(PYTHON) tools/setup.py demo
+	@mkdir -p out
 	@$(BIN)/nearlight optimize smollm2-135m --task train --batch 8 --seq 2048 \
 		--html out/report.html --json out/report.json
 

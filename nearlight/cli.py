@@ -68,7 +68,8 @@ def main() -> None:
 def _usage(error: Any) -> str:
     """Return what was given, what is allowed and where more is said, in one line."""
     message = " ".join(error.format_message().rstrip(".?").split())
-    path = error.ctx.command_path if error.ctx else "nearlight"
+    verb = [word for word in sys.argv[1:2] if word.isalpha()]  # an option's parser names none
+    path = error.ctx.command_path if error.ctx else " ".join(("nearlight", *verb))
     if allowed := getattr(getattr(error, "param", None), "help", None):
         message += f": {allowed}"
     elif message.startswith("No such command") and "Did you mean" not in message:
@@ -226,7 +227,7 @@ def check(
             op, quick, device, tuple(only or ()) or None, sanitize=sanitize, progress=say
         )
     _show(report, json)
-    if report.proof is None or not report.proof.passed:
+    if report.proof is None or report.proof.verdict == "failed":
         raise typer.Exit(1)
 
 
@@ -367,7 +368,7 @@ def _writable(json: str | None, html: Path | None = None) -> None:
 
     for path in (json if json != "-" else None, html):
         if path is not None:
-            require_writable(path)
+            require_writable(path, makes_folders=False)
 
 
 def _progress(json: str | None) -> Any:

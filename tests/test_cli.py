@@ -114,7 +114,10 @@ def test_version_is_fast_and_loads_no_torch():
         (["chek"], "Did you mean 'check'"),
         (["dance"], "allowed are optimize, predict"),
         (["check", "rms_norm", "--quik"], "--quick"),
-        (["bench", "--diff", "a"], "requires 2 arguments"),
+        (["bench", "--diff", "a"], "requires 2 arguments; see nearlight bench --help"),
+        (["inspect", "--diff", "a"], "nearlight inspect: Option '--diff' requires 2 arguments"),
+        (["inspect", "--arch"], "requires an argument; see nearlight inspect --help"),
+        (["--version=1"], "nearlight: Option '--version' does not take a value"),
         (["inspect"], "--diff A B"),
         (["inspect", "swglu"], "swiglu"),
         (["inspect", "swiglu", "--arch", "sm_91"], "sm_90"),
@@ -160,6 +163,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(run, tmp_pat
     for place, complaint in (
         (tmp_path, "is a folder"),
         (tmp_path / "file" / "r.json", "cannot be written"),
+        (tmp_path / "none" / "r.json", f"there is no folder {tmp_path}/none; make it first"),
         ("/dev/null", "no ordinary file"),
     ):
         options = ["--json"] + (["--html"] if verb in ("optimize", "predict") else [])
@@ -253,6 +257,7 @@ def test_a_pipe_the_gpu_lacks_is_one_line(run):
 @pytest.mark.slow
 def test_optimize_reports_before_after_findings_and_a_proof(run, program, tmp_path):
     report, page = tmp_path / "out" / "report.json", tmp_path / "out" / "report.html"
+    report.parent.mkdir()
     code, out, _ = run(
         "optimize", f"{program}:program", "--gpu", "h200", "--json", report, "--html", page
     )

@@ -14,7 +14,8 @@ import importlib.util
 import math
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
@@ -26,7 +27,13 @@ import torch
 from nearlight.core import compile_cache, launch
 from nearlight.core.cuda_arguments import Parameter, line_of, parameters, typed_arguments
 from nearlight.core.cuda_messages import at_source_lines
-from nearlight.core.cuda_sources import has_macro_header, include_path, source_of, sources
+from nearlight.core.cuda_sources import (
+    has_macro_header,
+    include_path,
+    package_versions,
+    source_of,
+    sources,
+)
 from nearlight.core.versions import install_line
 
 # What every kernel is compiled with; part of the cache's key.
@@ -51,6 +58,10 @@ _bound = threading.local()
 
 class NoEmulator(RuntimeError):
     """CUDA C++ was launched on CPU tensors, and this version has no emulator."""
+
+
+class NoKernel(ValueError):
+    """A Kernel names a file that is not there, or a function that it does not declare."""
 
 
 class CompileError(ValueError):
@@ -98,7 +109,8 @@ class Kernel:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The kernel's parameters, read from its source."""
-        return parameters(source_of(self.path), self.name)
+        with _naming(self.path, self.name):
+            return parameters(source_of(self.path), self.name)
 
     @property
     def place(self) -> str:
@@ -158,6 +170,18 @@ class _Launcher:
         config = LaunchConfig(grid=self.grid, block=self.block, shmem_size=self.shared_bytes)
         stream = context.create_stream(_TorchStream(torch.cuda.current_stream(device)))
         launch_kernel(stream, config, function, *values)
+
+
+@contextmanager
+def _naming(path: Path, name: str = "") -> Iterator[None]:
+    """Raise NoKernel, which names the file, where it or a kernel's declaration cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        wanted = f", which is to have the kernel {name}" if name else ""
+        raise NoKernel(f"{path}{wanted}: {error.strerror}") from None
+    except ValueError as error:
+        raise NoKernel(f"{path}: {error}") from None
 
 
 class _TorchStream:
@@ -223,9 +247,9 @@ def compile_kernel(
 ) -> Cubin:
     """Compile one kernel of a .cu file for an arch; the result is cached on disk.
 
-    The cache key holds the source, every header in reach of it, defines, options, the compiler's
-    version and the arch. A file that includes a header by a macro (`#include HEADER`) is compiled
-    each time, for only the compiler knows that header.
+    The cache key holds the source, every header in reach of it but those of packages, their
+    versions and the compiler's, defines, options and the arch. A file that includes a header by a
+    macro (`#include HEADER`) is compiled each time, for only the compiler knows that header.
 
     Args:
         path: the .cu file.
@@ -264,8 +288,9 @@ def _compile_cached(
 ) -> Cubin:
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ValueError(f"arch={arch!r}: expected a name like sm_80, sm_90a or sm_120")
-    texts = sources(path)
-    declared = parameters(texts[path.name], names[0]) if is_launched else ()
+    with _naming(path, *names):
+        texts = sources(path)
+        declared = parameters(texts[path.name], names[0]) if is_launched else ()
     kept = [f.name for f in fields(Cubin)]
     settings = (names, arch, tuple(defines), tuple(options), sorted(_FIXED.items()), kept)
     entry = _cache_entry(texts, settings)
@@ -295,7 +320,7 @@ def _check_options(options: Sequence[tuple[str, Any]]) -> None:
 
 
 def _cache_entry(texts: dict[str, str], settings: tuple[Any, ...]) -> Path:
-    digest = hashlib.sha256(repr((settings, _compiler_version())).encode())
+    digest = hashlib.sha256(repr((settings, _compiler_version(), package_versions())).encode())
     for file, text in sorted(texts.items()):
         content = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
         digest.update(f"{file}\0{content}\0".encode("utf-8", "surrogateescape"))

@@ -93,11 +93,13 @@ def _hint(text: str) -> str:
         )
     if library is None and name.startswith(("cuda/", "cub/", "nv/", "thrust/")):
         return f"{name} comes with {install_line('cuda')}"
-    if "/" in name or "." in standard:
+    has_std = library is not None and (library / "cuda" / "std" / standard).is_file()
+    is_quoted = re.search(rf'include\s*"{re.escape(name)}"', text) is not None
+    if "/" in name or "." in standard or (is_quoted and not has_std):
         return "headers are looked for beside the .cu file, below it and among CUDA's"
     if library is None:
         return f"{_NO_HEADERS}; <cuda/std/{standard}> comes with {install_line('cuda')}"
-    if (library / "cuda" / "std" / standard).is_file():
+    if has_std:
         instead = f"write #include <cuda/std/{standard}>, whose names are in cuda::std"
         return f"{_NO_HEADERS}: {instead}"
     return f"{_NO_HEADERS}, and a kernel no <{name}>: pass pointers and sizes"

@@ -27,4 +27,4 @@ def said(error: BaseException) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return another error's type and message as one line, cut to 300 characters."""
-    return f"{type(error).__name__}: {' '.join(said(error).split())}"[:300]
+    return ": ".join(filter(None, (type(error).__name__, " ".join(said(error).split()))))[:300]

@@ -135,6 +135,11 @@ class MachineCode:
         return self.spill_store_bytes + self.spill_load_bytes
 
     @property
+    def array_bytes(self) -> int:
+        """Bytes of the stack that hold local arrays: each spilled register is stored once."""
+        return max(self.stack_bytes - self.spill_store_bytes, 0)
+
+    @property
     def matrix_instructions(self) -> int:
         """Instructions that run on tensor cores (HMMA, IMMA, QMMA, HGMMA, UTCHMMA, …)."""
         return sum(map(self.count, self.matrix_units))

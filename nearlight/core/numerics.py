@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
-from math import hypot, inf, isfinite
+from math import frexp, hypot, inf, isfinite
 
 import torch
 
@@ -117,17 +117,21 @@ def _measure(actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> t
     # A row that cancels to nothing is judged at the noise of sums in fp32 beside the largest row,
     # which also bf16 kernels accumulate in; any other row at its own scale.
     largest = max(float(_finite(block).abs().max()) for block in truth_blocks)
+    # All measures are relative: at its own scale no square leaves the range of fp64.
+    unit = 2.0 ** (frexp(largest)[1] - 1) if largest else 1.0
+    largest /= unit
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(torch.float64).tiny
     floor = max(largest * min(eps, torch.finfo(torch.float32).eps), tiny)
     pairs = zip(blocks, truth_blocks, strict=True)
     measured = torch.tensor(
-        [_block_errors(*pair, floor, largest * eps) for pair in pairs], dtype=torch.float64
+        [_block_errors(*pair, unit, floor, largest * eps) for pair in pairs], dtype=torch.float64
     )
     *of_rows, norm, truth_norm = measured.T
     whole_truth = max(float(truth_norm.norm()), tiny)
     at_row_scale, of_row, faint_at_row_scale, faint_row = (float(x.max()) for x in of_rows)
     whole = float(norm.norm()) / whole_truth
-    return Errors(at_row_scale, of_row, whole, faint_at_row_scale, faint_row), whole_truth
+    found = Errors(at_row_scale, of_row, whole, faint_at_row_scale, faint_row)
+    return found, min(whole_truth * unit, torch.finfo(torch.float64).max)
 
 
 def _finite(truth: torch.Tensor) -> torch.Tensor:
@@ -135,10 +139,13 @@ def _finite(truth: torch.Tensor) -> torch.Tensor:
 
 
 def _block_errors(
-    actual: torch.Tensor, truth: torch.Tensor, floor: float, faint: float
+    actual: torch.Tensor, truth: torch.Tensor, unit: float, floor: float, faint: float
 ) -> tuple[float, ...]:
-    """Return largest error at row scale and worst row, both of faint rows, both norms."""
-    wide = actual.to(truth.device, torch.float64)
+    """Return largest error at row scale and worst row, both of faint rows, both norms.
+
+    All but the tensors are in terms of `unit`, a power of two.
+    """
+    wide, truth = actual.to(truth.device, torch.float64) / unit, truth / unit
     # Equal infinities agree; any other non-finite difference stays one and fails the rule.
     difference = torch.where(wide == truth, 0.0, wide - truth)
     finite = _finite(truth)
@@ -311,15 +318,17 @@ def together(draws: Sequence[Judgement]) -> Judgement:
 
     by_row = [measure.name for measure in fields(Errors) if measure.name != "whole"]
     chosen = {measure: middle(measure) for measure in by_row}
-    truth_norm = hypot(*(judgement.truth_norm for judgement in draws))
+    largest = max(judgement.truth_norm for judgement in draws) or 1.0
+    weights = [judgement.truth_norm / largest for judgement in draws]
+    weight = hypot(*weights)
 
     def decided(which: str) -> Errors:
         """Return the errors that decide: of "ours" or of "plain"."""
-        norms = [getattr(j, which).whole * j.truth_norm for j in draws]
+        norms = [getattr(j, which).whole * w for j, w in zip(draws, weights, strict=True)]
         rows = {name: getattr(getattr(j, which), name) for name, j in chosen.items()}
-        return Errors(**rows, whole=hypot(*norms) / truth_norm if truth_norm else 0.0)
+        return Errors(**rows, whole=hypot(*norms) / weight if weight else 0.0)
 
-    found = _verdict(decided("ours"), decided("plain"), draws[0].floor, truth_norm)
+    found = _verdict(decided("ours"), decided("plain"), draws[0].floor, weight * largest)
     return replace(found, num_draws=num_draws, num_excused=num_excused)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from nearlight.core.cost import Cost
+from nearlight.core.errors import BadInput
 
 Inputs = dict[str, Any]
+NUM_WARPS = (1, 2, 4, 8, 16, 32)  # of a Triton program: a block ends at 1,024 threads
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ def normal(
     wide = torch.promote_types(case.dtype, torch.float32)
     place = device if device.type == "meta" else generator.device
     return torch.randn(*size, generator=generator, device=place, dtype=wide).to(device)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,20 @@ class KernelBuild:
     uses_tensor_cores: bool = False
     num_threads: int = 0
     shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise BadInput where Triton has no such launch option; it asserts, or takes it so."""
+        warps, stages, fusion = self.num_warps, self.num_stages, self.enable_fp_fusion
+        wrong = ""
+        if not _is_count(warps) or warps not in NUM_WARPS:
+            wrong = f"num_warps={warps!r}: allowed are {', '.join(map(str, NUM_WARPS))}"
+        elif not _is_count(stages) or stages < 0:
+            wrong = f"num_stages={stages!r}: allowed are whole numbers from 0"
+        elif not isinstance(fusion, bool):
+            wrong = f"enable_fp_fusion={fusion!r}: allowed are True and False"
+        if wrong:
+            kernel = getattr(self.kernel, "__name__", "")
+            raise BadInput(f"{kernel}: {wrong}" if kernel else wrong)
 
     @property
     def name(self) -> str:

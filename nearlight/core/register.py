@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import chain, count
 from typing import Any, NoReturn
@@ -19,20 +19,22 @@ from nearlight.core.launch import is_describing
 
 # One library per op by qualified name, and the file that defined it.
 _libraries: dict[str, tuple[torch.library.Library, str]] = {}
-_is_sparing: ContextVar[bool] = ContextVar("is_sparing", default=False)
+# What runs on tensors, by the same name: errors of torch's own do not name it.
+implementations: dict[str, Callable[..., Any]] = {}
+# Inside `sparing_others`: what its end puts back.
+_taken: ContextVar[ExitStack | None] = ContextVar("taken", default=None)
 
 
 @contextmanager
 def sparing_others() -> Iterator[None]:
     """Let a file be read beside others: inside the block an op whose name is taken gets another.
 
-    Torch knows one op by a name, and an op that is defined again is lost to whoever holds it.
+    Torch knows one op by a name, and an op that is defined again is lost to whoever holds it. A
+    file may call its op by that name, so until the block ends `torch.ops` finds the new one by it.
     """
-    token = _is_sparing.set(True)
-    try:
+    with ExitStack() as taken:
+        taken.callback(_taken.reset, _taken.set(taken))
         yield
-    finally:
-        _is_sparing.reset(token)
 
 
 def register_op(
@@ -75,7 +77,8 @@ def register_op(
     name = schema.partition("(")[0].strip()
     namespace, _, name = name.rpartition("::")
     definition = schema.removeprefix(f"{namespace}::")
-    namespace = _spared(namespace or "nearlight", name)
+    asked = namespace or "nearlight"
+    namespace = _spared(asked, name)
     qualified = f"{namespace}::{name}"
     file = sys._getframe(1).f_code.co_filename
     if qualified in _libraries:
@@ -88,6 +91,7 @@ def register_op(
         former._destroy()
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries[qualified] = library, file
+    implementations[qualified] = implementation
     library.define(definition, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         library.impl(name, implementation, device)
@@ -106,15 +110,25 @@ def register_op(
 
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=library)
     register_cost(qualified)(cost)
+    if namespace != asked:
+        _take_name(asked, name, getattr(getattr(torch.ops, namespace), name))
     return op
 
 
 def _spared(namespace: str, name: str) -> str:
     """Return the namespace, or inside `sparing_others` one like it in which the name is free."""
-    if not _is_sparing.get():
+    if _taken.get() is None:
         return namespace
     others = chain([namespace], (f"{namespace}_{number}" for number in count(2)))
     return next(other for other in others if f"{other}::{name}" not in _libraries)
+
+
+def _take_name(namespace: str, name: str, packet: Any) -> None:
+    """Let `torch.ops.<namespace>.<name>` find another op until `sparing_others` ends."""
+    ops, taken = getattr(torch.ops, namespace), _taken.get()
+    assert taken is not None
+    taken.callback(setattr, ops, name, getattr(ops, name))
+    setattr(ops, name, packet)
 
 
 def refuse_double_backward(op: str) -> NoReturn:

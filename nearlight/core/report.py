@@ -144,12 +144,12 @@ class Proof:
     passed: bool
     rows: Sequence[Mapping[str, Any]]
     method: str = ""
-    is_partial: bool = False  # what was run passed, and not all of it could be run here
+    is_partial: bool = False  # nothing failed, but not all of it could be run here
 
     @property
     def verdict(self) -> str:
         """Passed, failed or incomplete, as one word."""
-        return "failed" if not self.passed else "incomplete" if self.is_partial else "passed"
+        return "incomplete" if self.is_partial else "passed" if self.passed else "failed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,10 +223,15 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"
 
 
-def require_writable(path: str | Path) -> None:
+def require_writable(path: str | Path, makes_folders: bool = True) -> None:
     """Raise BadInput unless a file can be written at `path`; leaves nothing behind.
 
     Called before minutes of work, whose result would be lost after them.
+
+    Args:
+        path: of the file.
+        makes_folders: whether folders that are missing will be made; those of a path that the
+            user types are not, for one may be a slip.
     """
     target = Path(path)
     if target.is_dir():
@@ -234,6 +239,11 @@ def require_writable(path: str | Path) -> None:
     if target.exists() and not target.is_file():
         raise BadInput(f"{path} is no ordinary file; name a file for the report")
     folder = next(parent for parent in target.absolute().parents if parent.exists())
+    if folder.is_dir() and folder != target.absolute().parent and not makes_folders:
+        raise BadInput(
+            f"{path} cannot be written: there is no folder {target.parent}; make it first, or "
+            "name a file in one that is there"
+        )
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

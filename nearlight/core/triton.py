@@ -219,11 +219,6 @@ def _refuse_on_turing(build: KernelBuild, has_product: bool, has_bf16: bool) -> 
 
 
 def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: str) -> MachineCode:
-    constants = {
-        name: build.constants.get(name, build.kernel.signature.parameters[name].default)
-        for name, kind in types.items()
-        if kind == "constexpr"
-    }
     attributes = {}
     for index, kind in enumerate(types.values()):
         divisor = int(kind.partition(":")[2] or (16 if kind.startswith("*") else 1))
@@ -232,7 +227,7 @@ def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: s
     source = ASTSource(
         fn=build.kernel,
         signature={name: kind.partition(":")[0] for name, kind in types.items()},
-        constexprs=constants,
+        constexprs=_constants(build, types),
         attrs=attributes,
     )
     log = io.StringIO()
@@ -266,13 +261,23 @@ def _compile(build: KernelBuild, types: dict[str, str], capability: int, arch: s
     )
 
 
+def _constants(build: KernelBuild, types: dict[str, str]) -> dict[str, Any]:
+    """Return every compile-time constant; a default may come from another file than the kernel."""
+    defaults = build.kernel.signature.parameters
+    return {
+        name: build.constants.get(name, defaults[name].default)
+        for name, kind in types.items()
+        if kind == "constexpr"
+    }
+
+
 def _cache_entry(build: KernelBuild, types: dict[str, str], arch: str) -> Path:
     key = (
         build.kernel.cache_key,
         triton.__version__,
         arch,
         sorted(types.items()),
-        sorted((name, repr(value)) for name, value in build.constants.items()),
+        sorted((name, repr(value)) for name, value in _constants(build, types).items()),
         build.num_warps,
         build.num_stages,
         build.enable_fp_fusion,

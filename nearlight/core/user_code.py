@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 import traceback
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ import nearlight
 
 # The name that a module loaded from a user's file begins with.
 PREFIX = "nearlight_user_"
+# On `sys.path` for the neighbours of such files; the file loaded last has its own first.
+added_folders: list[str] = []
 _PACKAGE = f"{Path(nearlight.__file__).parent}/"
 _OPS = f"{_PACKAGE}ops/"
 # "<string>" and the like are no files.
@@ -51,6 +54,14 @@ def place_of(error: BaseException, is_long: bool = False) -> str:
         return ""
     file, line, function, _ = own[-1]
     return f"{file}:{line}" if is_long else f"{Path(file).name}:{line} in {function}"
+
+
+def running_place() -> str:
+    """Return "my_op.py:12 in launch", the innermost own line that is running, or ""."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if is_own(file := frame.f_code.co_filename):
+            return f"{Path(file).name}:{line} in {frame.f_code.co_name}"
+    return ""
 
 
 def package_root(file: Path) -> tuple[Path, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -23,30 +22,33 @@ from typing import Any
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.core.progress import Progress, show_current, silent
 from nearlight.core.report import Report
-from nearlight.core.user_code import is_own
+from nearlight.core.user_code import added_folders
 from nearlight.workbench.check_report import Header, Row, as_report, first_of_cause
+from nearlight.workbench.ending import Ending, ending_of, hung, place_in
 
 CHILD = "nearlight.workbench.child"
 # Until the op is loaded: torch, triton, the user's file and all that it imports.
 START_SECONDS = 300.0
 # How long a trial may take once one has hung.
 AFTER_HANG_SECONDS = 10.0
-_HUNG = "did not finish"
-# No code raises these signals by itself: the system, short of memory, or somebody has sent them.
-_OUTSIDE = "was killed by"
-_KILLED = {-number: f"{_OUTSIDE} {number.name}" for number in (signal.SIGKILL, signal.SIGTERM)}
 # What one trial may take on top: a compiler is at work, or a tool with a time limit of its own.
 EXTRA_SECONDS = {"torch": 120.0, "machine code": 300.0, "sanitizer": 300.0}
 EXTRA_SECONDS_ON_GPU = 60.0
 # What ends here was not a write beyond a tensor: guard zones would have taken that.
 GUARDED = ("values", "layouts", "shapes", "extremes", "poison")
+# What ends here may have been one: these take a case as it lies in memory.
+UNGUARDED = ("lifecycle", "torch", "memory")
 # The inputs that end a process are made smaller in no more time than this.
 SMALLER_SECONDS = 60.0
 _POLL_SECONDS = 0.25
-_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _ERRORS = {error.__name__: error for error in (BadInput, MissingPart)}
 # Set in the child: a file that checks itself while it is imported would never come to an end.
 is_child = False
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Return whether the user stops the work; no terminal's key reaches the child of a check."""
+    return isinstance(error, KeyboardInterrupt) and not is_child
 
 
 @dataclass(frozen=True)
@@ -74,23 +76,22 @@ class _Smaller:
         first: what runs the first such input again.
         line, mark, ending: of the smallest so far.
         tried: what ran the smaller inputs that need not run again.
+        may_stray: whether to ask first if it writes beyond a tensor.
+        strays: whether it does; then it is not made smaller.
     """
 
     prop: str
     first: str
     line: str
     mark: Mapping[str, Any]
-    ending: str
+    ending: Ending
     tried: list[str] = field(default_factory=list)
+    may_stray: bool = False
+    strays: bool = False
 
     def asked(self) -> dict[str, Any]:
-        sizes = self.mark["shape"]
-        return {"prop": self.prop, "line": self.first, "sizes": sizes, "tried": self.tried}
-
-
-def _kind(ending: str) -> str:
-    """Return how a process ended, without where and when."""
-    return re.sub(r" at .*| in [\d.]+ s\b", "", ending)
+        asked = {"line": self.first, "sizes": self.mark["shape"], "tried": self.tried}
+        return {"prop": self.prop, **asked, "may_stray": self.may_stray and not self.tried}
 
 
 @dataclass
@@ -158,8 +159,9 @@ class _Told:
                 self.num_trials += 1  # the first is how the inputs are chosen
                 if self.smaller is not None:
                     self.smaller.tried.append(line)
-            case {"is_smallest": is_smallest}:
-                self.is_done = is_smallest
+            case {"strays": strays}:
+                assert self.smaller is not None
+                self.smaller.strays, self.is_done = strays, True
             case {"line": line, "reason": reason}:
                 self.known = (line, reason)
             case {"row": row}:
@@ -167,9 +169,9 @@ class _Told:
             case {"machine_code": code, "done": done}:
                 self.machine_code, self.is_done = code, done
 
-    def lose(self, ending: str) -> None:
+    def lose(self, ending: Ending) -> None:
         """Add the row of the property that a child did not live to finish."""
-        line, reason, cause = self.line, ending, _cause(ending, self.mark)
+        line, reason, cause = self.line, str(ending), ending.cause(self.mark)
         if self.known is not None:
             line, reason = self.known[0], f"{self.known[1]} (a smaller input: {ending})"
             cause = ""
@@ -183,13 +185,6 @@ class _Told:
         seconds = round(time.monotonic() - self.start, 3)
         number, tried = self.names[self.current], max(self.num_trials, 0)
         self.add(Row(number, self.current, "failed", tried, reason, line, seconds, cause=cause))
-
-
-def _cause(ending: str, mark: Mapping[str, Any]) -> str:
-    """Return what ended a process: who ends at the same line, or on the same input, is the same."""
-    if " at " in ending:
-        return re.sub(r" in [\d.]+ s\b", "", ending)
-    return f"{ending} on {mark}" if mark else ""
 
 
 @dataclass(frozen=True)
@@ -225,7 +220,8 @@ def check_apart(
         progress: called with a line when a property is done.
 
     Returns:
-        A report with one row per property; `report.proof.passed` is the verdict.
+        A report with one row per property; `report.proof.verdict` is passed, failed or
+            incomplete.
 
     Raises:
         BadInput: no such op, property or device; a file that does not import; source that runs on
@@ -262,21 +258,21 @@ def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progr
     killed: set[str] = set()
     while not told.is_done:
         ending = _run_child(request, told, limits)
-        if told.is_done:
+        if ending is None:
             break
-        if ending in _KILLED.values():
+        if ending.is_from_outside:
             if told.current not in killed:  # before an op is blamed
                 killed.add(told.current)
                 progress(f"{name} {told.current}: {ending}, a second attempt")
                 continue
-            ending = f"{ending} in two attempts; that is sent from outside: out of memory?"
+            twice = f"{ending.what} in two attempts; that is sent from outside: out of memory?"
+            ending = replace(ending, what=twice)
         if told.header is None:
             raise BadInput(f"{name}: {ending} while it was imported")
         if not told.current:
             raise BadInput(f"{name}: {ending} while its kernels were compiled for the record")
         told.lose(ending)
-        if ending.startswith(_HUNG):
-            limits = replace(limits, has_hung=True)
+        limits = replace(limits, has_hung=limits.has_hung or ending.seconds > 0)
         told.is_done = not told.current and not request.get("for_record")
     _make_smaller(request, told, limits)
     assert told.header is not None
@@ -287,29 +283,40 @@ def _run(name: str, request: Mapping[str, Any], limits: _Limits, progress: Progr
 def _make_smaller(request: Mapping[str, Any], told: _Told, limits: _Limits) -> None:
     """Make the inputs smaller that ended a process and have a cause of their own."""
     end = time.monotonic() + SMALLER_SECONDS
-    first = first_of_cause([row for row in told.rows.values() if row.status == "failed"])
+    failed = {row.property: row for row in told.rows.values() if row.status == "failed"}
+    first = first_of_cause([*failed.values()])
     for prop, found in told.ended.items():
-        if first[prop] != prop or found.ending.startswith(_OUTSIDE):
+        if first[prop] != prop or found.ending.is_from_outside:
             continue
+        saw_stray = "poison" in failed and "poison" not in told.ended
+        found.may_stray = prop in UNGUARDED and saw_stray and found.ending.is_of_memory
         told.smaller, told.is_done, is_alive = found, False, True
         while is_alive and not told.is_done and time.monotonic() < end:
             ending = _run_child(request, told, limits)
+            if ending is None:
+                break
             is_alive = bool(told.mark)  # else it ended while inputs were chosen
-            if is_alive and ending and _kind(ending) == _kind(found.ending):
+            if is_alive and ending.what == found.ending.what:
                 found.line, found.mark, found.ending = told.line, told.mark, ending
-        reason = found.ending
-        if not told.is_done:
+        reason = str(found.ending)
+        if not is_alive:
+            reason += f"; not made smaller: {ending} while inputs were chosen"
+        elif not told.is_done:
             reason += f"; made smaller for {SMALLER_SECONDS:.0f} s, not to the end"
-        told.rows[prop] = replace(told.rows[prop], reason=reason, reproduce=found.line)
+        named_by = "poison" if found.strays else ""
+        row = replace(told.rows[prop], reason=reason, reproduce=found.line, named_by=named_by)
+        told.rows[prop] = row
 
 
-def _run_child(request: Mapping[str, Any], told: _Told, limits: _Limits) -> str:
-    """Hear a child to its end; return how it ended."""
+def _run_child(request: Mapping[str, Any], told: _Told, limits: _Limits) -> Ending | None:
+    """Hear a child to its end; return how it ended, None where it told all."""
     request = {**request, "done": list(told.rows), "fatal": told.fatal}
     request["smaller"] = told.smaller and told.smaller.asked()
     read, write = os.pipe()
-    # The child imports what this process would: -P keeps the working folder out of it.
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    # The child imports what this process would: -P keeps the working folder out of it. What lies
+    # beside other loaded files is none of its op's neighbours.
+    entries = [entry or str(Path.cwd()) for entry in sys.path if entry not in added_folders]
+    path = os.pathsep.join(entries)
     with tempfile.TemporaryFile() as trace:
         files = (write, trace.fileno())
         command = [sys.executable, "-P", "-u", "-m", CHILD, *map(str, files)]
@@ -325,13 +332,16 @@ def _run_child(request: Mapping[str, Any], told: _Told, limits: _Limits) -> str:
         try:
             ending = _listen(child, read, told, limits)
             trace.seek(0)
-            return ending + _place(trace.read().decode(errors="replace"))
+            place = place_in(trace.read().decode(errors="replace"))
+            return ending and replace(ending, place=place)
         finally:
             os.close(read)
             _end(child)
 
 
-def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Limits) -> str:
+def _listen(
+    child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Limits
+) -> Ending | None:
     limit = limits.start_seconds
     deadline = time.monotonic() + limit
     rest, is_open = b"", True
@@ -346,31 +356,18 @@ def _listen(child: subprocess.Popen[bytes], read: int, told: _Told, limits: _Lim
                 limit = limits.of(told.current or "machine code")
                 deadline = time.monotonic() + limit
             if told.is_done:
-                return ""
+                return None
             continue
         try:
-            code = child.wait(0 if is_open else slice_seconds)
+            return ending_of(child.wait(0 if is_open else slice_seconds))
         except subprocess.TimeoutExpired:
             continue
-        if code in _KILLED:
-            return _KILLED[code]
-        if code < 0:
-            return f"ended by {signal.Signals(-code).name}"
-        return f"ended the process with exit code {code}"
     child.send_signal(signal.SIGABRT)  # the child writes down where it is
     try:
         child.wait(1.0)
     except subprocess.TimeoutExpired:
         pass  # `_end` is not so polite
-    return f"{_HUNG} in {limit:g} s"
-
-
-def _place(trace: str) -> str:
-    """Return " at my_op.py:12 in launch", the innermost own line that is known."""
-    for file, number, function in _FRAME.findall(trace):
-        if is_own(file):
-            return f" at {Path(file).name}:{number} in {function}"
-    return ""
+    return hung(limit)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -5,13 +5,16 @@ It is the user's bad input and no broken property; the message holds the compile
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from textwrap import dedent, indent
 from typing import Any
 
 import torch
+from triton import language
 from triton.compiler.errors import CompilationError
+from triton.language.extra import libdevice
 from triton.runtime.jit import JITFunction
 
 from nearlight.core import cuda, triton
@@ -47,7 +50,19 @@ def at_users_line(kernel: Any, error: CompilationError) -> str:
     text = kernel.src.splitlines()[number - 1]
     before = text.encode()[: getattr(node, "col_offset", 0)].decode()
     shown = indent(dedent(f"{text}\n{' ' * len(before)}^"), "  ")
-    return f"{_place(kernel, number)}: {message}\n{shown}"
+    return f"{_place(kernel, number)}: {message}{_elsewhere(message)}\n{shown}"
+
+
+def _elsewhere(message: str) -> str:
+    """Say in which other module of Triton a function is that the kernel looked for."""
+    missing = re.search(r"module '(triton\.[\w.]+)' has no attribute '(\w+)'", message)
+    if missing is None:
+        return ""
+    looked_in, name = missing.groups()
+    for module in (language, language.math, libdevice):
+        if module.__name__ != looked_in and callable(getattr(module, name, None)):
+            return f"; {name} is in {module.__name__}"
+    return ""
 
 
 def place_of_kernel(kernel: Any) -> str:
@@ -94,7 +109,7 @@ def refuse_launch(
     archs = [f"sm_{major}{minor}" for major, minor in gpus] or ARCHES
     try:
         if isinstance(kernel, cuda.Kernel):
-            _refuse(lambda arch: [KernelBuild(kernel, {}, {})], archs)
+            _refuse(lambda arch: [KernelBuild(kernel, {}, {})], archs, place_of(error))
             raise error
         options = triton.launch_options()
         kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options})
@@ -113,7 +128,10 @@ def refuse_builds(op: Op) -> None:
     _refuse(partial(builds_of, op), ARCHES)
 
 
-def _refuse(builds: Callable[[str], Sequence[KernelBuild]], archs: Sequence[str]) -> None:
+def _refuse(
+    builds: Callable[[str], Sequence[KernelBuild]], archs: Sequence[str], place: str = ""
+) -> None:
+    """Raise BadSource where no arch has a build that compiles; `place` has the launch."""
     told = ""
     for arch in archs:
         kernel = None  # until a build is there: what the record raises is not the kernel's
@@ -125,6 +143,8 @@ def _refuse(builds: Callable[[str], Sequence[KernelBuild]], archs: Sequence[str]
             raise
         except Exception as error:
             told = told or _told(kernel, error)
+            if place and isinstance(error, cuda.NoKernel):
+                told = f"{error}; launched at {place}"
         else:
             if kernel is not None:
                 return
@@ -139,7 +159,7 @@ def _told(kernel: Any, error: Exception) -> str:
     if isinstance(error, cuda.CompileError):
         return str(error)
     if isinstance(kernel, cuda.Kernel):  # a missing file or kernel
-        return str(error) if isinstance(error, ValueError | OSError) else ""
+        return str(error) if isinstance(error, ValueError) else ""
     return _misfit(kernel, error) if kernel is not None and isinstance(error, TypeError) else ""
 
 

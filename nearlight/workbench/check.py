@@ -49,7 +49,8 @@ def check(
         sanitize: prove the property "sanitizer", too.
 
     Returns:
-        A report with one row per property; `report.proof.passed` is the verdict.
+        A report with one row per property; `report.proof.verdict` is passed, failed or
+            incomplete.
 
     Raises:
         BadInput: a property or device that does not exist, or source that runs on no input: it
@@ -173,9 +174,11 @@ def list_ops() -> Report:
         {
             "op": name,
             "signature": f"{name}({', '.join(_arguments(op))})",
-            "proof": f"out of date: {reason}" if (reason := record.stale(op)) else "proved",
+            "proof": f"out of date: {record.in_brief(reason)}" if reason else "proved",
+            "out_of_date": reason,
         }
         for name, op in sorted(OPS.items())
+        for reason in (record.stale(op),)
     ]
     num_proved = sum(row["proof"] == "proved" for row in rows)
     return Report(

@@ -14,10 +14,11 @@ NOT_APPLICABLE = "not applicable"
 # Of each property that would launch CUDA C++ on CPU tensors; the proof says the rest once.
 ON_A_GPU = "needs a GPU"
 _ON_A_GPU_ALONE = "CUDA C++ runs on a GPU alone"
-# What ends a process whose memory was overwritten, sooner or later and anywhere.
-_ABORTED = re.compile(r"ended by SIG(SEGV|ABRT|BUS|ILL)\b")
 # Parts of a row that stand only where they say something.
 _RARE = ("reproduce", "needs_gpu", "same_as")
+# What a failed row says first where a call of the op did not come back.
+_LOST = re.compile(r"raised |ended |was killed |did not finish ")
+_NOT_RUN = "nothing was run"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Row:
         compiled: names of those that were compiled and read alone.
         needs_gpu: whether it is not applicable for want of a GPU.
         cause: what is wrong, which may be what is wrong in another row; "" where it is not known.
+        named_by: the property that names what is wrong, where another one is known to.
     """
 
     number: int
@@ -50,6 +52,7 @@ class Row:
     compiled: Sequence[str] = ()
     needs_gpu: bool = False
     cause: str = ""
+    named_by: str = ""
 
     def __str__(self) -> str:
         return f"{self.property}: {self.status} ({self.seconds:.1f} s)"
@@ -83,7 +86,8 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
     failed = [row for row in rows if row.status == "failed"]
     judged = [row for row in rows if row.status != NOT_APPLICABLE]
     waiting = [row for row in rows if row.needs_gpu and header.device == "cpu"]
-    is_partial = not judged or any(header.only or row.property == "values" for row in waiting)
+    is_lacking = any(header.only or row.property == "values" for row in waiting)
+    is_partial = not judged or (not failed and is_lacking)
     first = first_of_cause(failed)
     reproduce = next((row.reproduce for row in failed if first[row.property] == row.property), "")
     scope = f"check of {', '.join(header.only)} alone" if header.only else "full check"
@@ -94,7 +98,7 @@ def as_report(header: Header, rows: Sequence[Row]) -> Report:
         gpu=header.gpu,
         setup=f"{'quick check' if header.quick else scope}, {_kernels(header, rows)}",
         versions=header.versions,
-        proof=Proof(not failed, (), _method(header, rows, waiting), is_partial),
+        proof=Proof(bool(judged) and not failed, (), _method(header, rows, waiting), is_partial),
         rows=[_as_dict(row, first.get(row.property, "")) for row in rows],
         next=reproduce or _next(header, bool(waiting) and is_partial),
     )
@@ -116,19 +120,12 @@ def _answer(
 
 
 def first_of_cause(failed: Sequence[Row]) -> dict[str, str]:
-    """Return for each broken property the one that is the first of its cause.
-
-    A kernel that writes beyond a tensor ends the process wherever there are no guard zones: the
-    property that names the write names the cause.
-    """
-    stray = [row.property for row in failed if row.reason.startswith("wrote ")]
+    """Return for each broken property the one that names its cause, or is the first of it."""
     first: dict[str, str] = {}  # by cause
-    found = {}
-    for row in failed:
-        found[row.property] = first.setdefault(row.cause or row.property, row.property)
-        if stray and _ABORTED.match(row.reason):
-            found[row.property] = stray[0]
-    return found
+    return {
+        row.property: row.named_by or first.setdefault(row.cause or row.property, row.property)
+        for row in failed
+    }
 
 
 def _kernels(header: Header, rows: Sequence[Row]) -> str:
@@ -139,8 +136,10 @@ def _kernels(header: Header, rows: Sequence[Row]) -> str:
     if compiled and not launched:
         return read
     what = ", ".join(sorted(launched)) or "no nearlight kernel: plain PyTorch code"
-    if not launched and any(row.status == "failed" for row in rows):
+    if not launched and any(row.status == "failed" and _LOST.match(row.reason) for row in rows):
         what = "no kernel that came back"
+    elif not launched and not any(row.num_trials for row in rows):
+        return _NOT_RUN
     return f"{_how(header)}; launched {what}" + (f"; {read}" if compiled else "")
 
 
@@ -152,6 +151,8 @@ def _method(header: Header, rows: Sequence[Row], waiting: Sequence[Row]) -> str:
     """Say how what is proved was proved, and what was not."""
     is_run = any(row.kernels for row in rows) or not any(row.compiled for row in rows)
     parts = [_how(header) if is_run else "compiled and read, not run"]
+    if is_run and not any(row.num_trials or row.status == "failed" for row in rows):
+        parts = [_NOT_RUN]
     if header.only:
         parts.insert(0, f"{', '.join(header.only)} alone")
     if any(row.reason == ON_A_GPU for row in waiting):
@@ -192,5 +193,5 @@ def told(row: Mapping[str, Any]) -> str:
 def _as_dict(row: Row, first: str) -> dict[str, Any]:
     # The rows of a table: what only few have is left out of the others.
     parts = {**asdict(row), "same_as": first if first != row.property else ""}
-    untold = ("kernels", "compiled", "cause")
+    untold = ("kernels", "compiled", "cause", "named_by")
     return {k: v for k, v in parts.items() if k not in untold and (v or k not in _RARE)}

@@ -48,7 +48,7 @@ def serve(pipe: int, trace: int, request: Mapping[str, Any]) -> None:
         print(json.dumps(message), file=parent, flush=True)
 
     from nearlight.core.machine_code import ARCHES
-    from nearlight.workbench import check, property, prove, record, verdict
+    from nearlight.workbench import check, fatal, prove, record, verdict
     from nearlight.workbench.load import load_op
 
     for_record = request.get("for_record", False)
@@ -66,9 +66,9 @@ def serve(pipe: int, trace: int, request: Mapping[str, Any]) -> None:
 
         if smaller := request["smaller"]:
             (prop,) = check.chosen([smaller.pop("prop")])
-            verdict.try_smaller(prop, op, quick, device, **smaller, announce=announce)
-            return tell(is_smallest=True)
-        property.known_fatal += [property.Fatal(**each) for each in request["fatal"]]
+            strays = verdict.try_smaller(prop, op, quick, device, **smaller, announce=announce)
+            return tell(strays=strays)
+        fatal.known_fatal += [fatal.Fatal(**each) for each in request["fatal"]]
         left = [prop for prop in properties if prop.name not in request["done"]]
         for row in check.each_row(op, left, quick, device, only, request["sanitize"], announce):
             tell(row=asdict(row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,6 +20,8 @@ from nearlight.core.numerics import (
     without,
 )
 from nearlight.core.op import Inputs
+from nearlight.workbench.property import plural
+from nearlight.workbench.returned import Form, differing, is_real
 from nearlight.workbench.trial import Result, Standard, Trial, tensors
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ours, plain, truth
@@ -121,6 +123,17 @@ def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return is_alike and torch.equal(bits(left), bits(right))
 
 
+def shared_with(outputs: Sequence[torch.Tensor], inputs: Inputs) -> str:
+    """Say which output lies in an input's memory, or return ""; what is empty lies nowhere."""
+    named = [(name, tensor) for name, tensor in tensors(inputs).items() if tensor.numel()]
+    places = {tensor.untyped_storage().data_ptr(): name for name, tensor in named}
+    for index, output in enumerate(outputs):
+        name = places.get(output.untyped_storage().data_ptr())
+        if output.numel() and name is not None:
+            return f"output {index} shares its memory with {name}"
+    return ""
+
+
 def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Return a copy of every tensor, for `changed_since`."""
     return {name: tensor.detach().clone() for name, tensor in tensors(inputs).items()}
@@ -153,6 +166,10 @@ def _judge(name: str, triple: Triple, terms: torch.Tensor | None = None) -> dict
     num_wrong = int((actual.isnan() & ~truth.isnan()).sum())
     if num_wrong:
         return {name: failure(f"{num_wrong} of {actual.numel()} elements are NaN")}
+    num_lost = int((truth.isnan() & ~actual.isnan()).sum())
+    if num_lost:
+        reason = f"{num_lost} of {actual.numel()} elements are no NaN, the reference gives NaN"
+        return {name: failure(f"{reason}; {_worst(actual, truth)}")}
     found: dict[str, Judgement] = {}
     if terms is not None:
         mask, judged = judge_cancelled(actual, plain, truth, terms, dtype)
@@ -213,10 +230,14 @@ def _triples(compared: Compared) -> dict[str, Triple] | str:
     if plain.outputs and not actual.outputs:
         return "output: missing (the function returned None, or no tensor: is there a return?)"
     if len(actual.outputs) != len(plain.outputs):
-        return f"{len(actual.outputs)} outputs, the reference has {len(plain.outputs)}"
-    if not plain.outputs and not actual.gradients:
+        return f"{plural(len(actual.outputs), 'output')}, the reference has {len(plain.outputs)}"
+    if not plain.outputs and (plain.form is not None or not actual.gradients):
         return "the reference returns no tensor, so there is nothing to compare"
     found: dict[str, Triple] = {}
+    if actual.form is not None and plain.form is not None:
+        if differs := differing(actual.form, plain.form):
+            return differs
+        found = _numbers(actual.form, plain.form, truth.form or {})
     for index, output in enumerate(actual.outputs):
         name = "output" if len(actual.outputs) == 1 else f"output {index}"
         found[name] = (output, plain.outputs[index], truth.outputs[index])
@@ -231,6 +252,17 @@ def _triples(compared: Compared) -> dict[str, Triple] | str:
             return f"{label}: missing"
         else:
             found[label] = (gradient, want, true)
+    return found
+
+
+def _numbers(ours: Form, plain: Form, truth: Form) -> dict[str, Triple]:
+    """Return the real numbers among what was returned, as tensors in fp32."""
+    found: dict[str, Triple] = {}
+    for place, value in ours.items():
+        values = value, plain[place], truth.get(place, plain[place])
+        if is_real(*values):
+            actual, right, true = (torch.tensor(x, dtype=torch.float32) for x in values)
+            found[f"output{place}"] = (actual, right, true.double())
     return found
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nearlight.core.interpreter import builder
+from nearlight.core.user_code import running_place
 
 # Wider than the tail of the widest tile, so that a missing mask does not reach the heap.
 GUARD_BYTES = 1 << 18
@@ -61,13 +62,16 @@ class Guard:
     zones: list[_Zone] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
 
-    def place(self, tensor: torch.Tensor, label: str, keep: bool = True) -> torch.Tensor:
+    def place(
+        self, tensor: torch.Tensor, label: str, keep: bool = True, origin: str = ""
+    ) -> torch.Tensor:
         """Return a tensor of the same shape, strides and dtype between two guard zones.
 
         Args:
             tensor: strided, any device.
             label: how a broken zone names it.
             keep: whether it holds the tensor's values; else it holds NaN.
+            origin: the line that allocated it, where it is known.
         """
         extent, size = _extent(tensor), tensor.element_size()
         num_bytes = extent * size
@@ -82,7 +86,8 @@ class Guard:
         if keep and extent:
             source = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
             placed.as_strided((extent,), (1,), start).copy_(source)
-        self.zones.append(_Zone(raw, num_bytes, f"{label} {tuple(tensor.shape)}"))
+        allocated = f", allocated at {origin}" if origin else ""
+        self.zones.append(_Zone(raw, num_bytes, f"{label} {tuple(tensor.shape)}{allocated}"))
         return placed
 
     def broken(self) -> list[str]:
@@ -124,7 +129,8 @@ def guarded() -> Iterator[Guard]:
             # Triton's interpreter wraps each argument of a launch by `new_empty(0)`.
             if not is_plain or kwargs.get("out") is not None or tensor.shape == (0,):
                 return tensor
-            placed = guard.place(tensor, f"a tensor of torch.{function.__name__}", keep)
+            label = f"a tensor of torch.{function.__name__}"
+            placed = guard.place(tensor, label, keep, running_place())
             return placed.requires_grad_(tensor.requires_grad)
 
         return allocate

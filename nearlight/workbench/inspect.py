@@ -22,6 +22,7 @@ from nearlight.core.op import KernelBuild
 from nearlight.core.progress import Progress, silent
 from nearlight.core.register import sparing_others
 from nearlight.core.report import Report
+from nearlight.core.user_code import place_of, split_name
 from nearlight.core.versions import versions
 from nearlight.workbench.bad_source import at_users_line
 from nearlight.workbench.inspect_advice import advise, gist
@@ -136,7 +137,9 @@ def _looks(target: Target, archs: Sequence[str], progress: Progress) -> list[Loo
         except BadInput:
             raise
         except ValueError as error:  # of an op without kernels for this arch, or of the compiler
-            looks.append(Look(_ALL, arch, KernelBuild(None, {}, {}), refusal=str(error)))
+            place = place_of(error) if isinstance(error, cuda.NoKernel) else ""
+            refusal = f"{error}; launched at {place}" if place else str(error)
+            looks.append(Look(_ALL, arch, KernelBuild(None, {}, {}), refusal=refusal))
             continue
         except (TypeError, OSError) as error:
             raise BadInput(f"the builds of {target.name} fail: {one_line(error)}") from error
@@ -195,6 +198,8 @@ def _look(label: str, arch: str, build: KernelBuild) -> Look:
     held = occupancy(
         arch, code.registers, num_threads, code.shared_bytes, num_barriers=code.num_barriers
     )
+    if 0 < code.num_threads < num_threads:
+        held = Occupancy(0, 0, 0.0, "__launch_bounds__")
     return Look(label, arch, replace(build, num_threads=num_threads), code, held, is_known)
 
 
@@ -283,7 +288,7 @@ def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Repo
     answer = f"{target.name}: {findings[0].title}" if findings else ""
     if len(findings) > 1:
         answer += f", and {len(findings) - 1} more"
-    next_step = f"nearlight bench {shlex.quote(target.name)}" if target.op else ""
+    next_step = _on_gpu(target, looks) if target.op else ""
     setup = (f"{num}, compiled for {', '.join(archs)}; counts are of instructions as they stand in "
              "the code, not as often as they run")  # fmt: skip
     if target.left_out:
@@ -302,6 +307,16 @@ def _report(target: Target, archs: Sequence[str], looks: Sequence[Look]) -> Repo
         next=next_step
         or f"compare: nearlight inspect --diff {shlex.quote(target.name)} OTHER{target.options}",
     )
+
+
+def _on_gpu(target: Target, looks: Sequence[Look]) -> str:
+    """Return what comes next; of the user's CUDA C++ nothing has run where there was no GPU."""
+    name = shlex.quote(target.name)
+    is_unproved = split_name(target.name)[0] and any(
+        isinstance(look.build.kernel, cuda.Kernel) for look in looks
+    )
+    proof = f"nearlight check {name} --device cuda && " if is_unproved else ""
+    return f"with a GPU: {proof}nearlight bench {name}"
 
 
 def _summary(looks: Sequence[Look]) -> str:

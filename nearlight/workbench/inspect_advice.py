@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nearlight.core import cuda, triton
+from nearlight.core.builds import past_block_limits, past_launch_bounds
 from nearlight.core.cuda_messages import errors_in
-from nearlight.core.machine_code import GLOBAL_LOADS, GLOBAL_STORES, MAX_SHARED_BYTES, capability_of
-from nearlight.core.occupancy import MAX_THREADS_PER_BLOCK, occupancy
+from nearlight.core.machine_code import GLOBAL_LOADS, GLOBAL_STORES
+from nearlight.core.occupancy import occupancy
 from nearlight.core.report import Finding
 from nearlight.workbench.bad_source import place_of_kernel
+from nearlight.workbench.property import plural
 
 if TYPE_CHECKING:
     from nearlight.workbench.inspect import Look
@@ -76,21 +78,25 @@ def _no_code(look: Look) -> str:
 
 
 def _no_launch(look: Look) -> str:
-    code, held = look.code, look.occupancy
-    if code is None:
-        return ""
-    limit, threads = MAX_SHARED_BYTES[capability_of(look.arch)], look.build.num_threads
-    if code.shared_bytes > limit:
-        what = f"{code.shared_bytes} bytes of shared memory, a block has {limit}"
-    elif code.num_threads and threads > code.num_threads:
-        what = f"{threads} threads, __launch_bounds__ allows {code.num_threads}"
-    elif threads > MAX_THREADS_PER_BLOCK:
-        what = f"{threads} threads, a block has {MAX_THREADS_PER_BLOCK}"
-    elif held is None or held.blocks_per_sm:
-        return ""
-    else:
-        what = f"{threads} threads × {code.registers} registers"
-    return f"{place_of_kernel(look.build.kernel)}: {what}"
+    return "" if look.code is None else _placed(look, past_block_limits(look.build, look.code)[0])
+
+
+def _to_launch(look: Look) -> str:
+    assert look.code is not None
+    return past_block_limits(look.build, look.code)[1]
+
+
+def _past_launch_bounds(look: Look) -> str:
+    return "" if look.code is None else _placed(look, past_launch_bounds(look.build, look.code)[0])
+
+
+def _to_keep_launch_bounds(look: Look) -> str:
+    assert look.code is not None
+    return past_launch_bounds(look.build, look.code)[1]
+
+
+def _placed(look: Look, what: str) -> str:
+    return what and f"{place_of_kernel(look.build.kernel)}: {what}"
 
 
 def _no_tensor_cores(look: Look) -> str:
@@ -99,7 +105,8 @@ def _no_tensor_cores(look: Look) -> str:
         return ""
     if not (look.build.uses_tensor_cores or code.has_dot):
         return ""
-    return f"no matrix instruction, {code.count('FFMA', 'DFMA', 'HFMA2')} scalar multiply-adds"
+    scalar = plural(code.count("FFMA", "DFMA", "HFMA2"), "scalar multiply-add")
+    return f"no matrix instruction, {scalar}"
 
 
 def _for_tensor_cores(look: Look) -> str:
@@ -134,8 +141,8 @@ def _local_array(look: Look) -> str:
     if code is None or code.spill_bytes or not code.count("LDL", "STL"):
         return ""
     return (
-        f"{code.stack_bytes} bytes of stack and no spill: {code.count('LDL')} local loads, "
-        f"{code.count('STL')} local stores"
+        f"{code.stack_bytes} bytes of stack and no spill: "
+        f"{plural(code.count('LDL'), 'local load')}, {plural(code.count('STL'), 'local store')}"
     )
 
 
@@ -221,7 +228,13 @@ _ADVICE = (
         "cannot be launched",
         _no_launch,
         "a block asks for more than an SM has",
-        lambda look: "take a smaller tile or fewer stages",
+        _to_launch,
+    ),
+    Advice(
+        "cannot be launched",
+        _past_launch_bounds,
+        "registers were shared out for the threads that __launch_bounds__ allows",
+        _to_keep_launch_bounds,
     ),
     Advice(
         "no tensor cores",

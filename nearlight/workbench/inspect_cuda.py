@@ -13,7 +13,7 @@ import torch
 
 from nearlight.core import cuda
 from nearlight.core.cuda_arguments import Template, templates
-from nearlight.core.cuda_sources import own_sources
+from nearlight.core.cuda_sources import sources
 from nearlight.core.errors import BadInput
 
 
@@ -90,9 +90,10 @@ def _named(symbol: str) -> tuple[str, str]:
 
 def templates_of(path: Path) -> dict[str, Template]:
     """Return the templates of kernels that a file leaves to be named, by "copy<T> at file:line"."""
+    own, *headers = sources(path).items()
     return {
         f"{template.name}<{template.parameters}> at {file}:{template.line}": template
-        for file, text in own_sources(path).items()
+        for file, text in ((str(path), own[1]), *headers)
         for template in templates(text)
     }
 
@@ -104,7 +105,7 @@ def _no_kernel(path: Path, name: str, arch: str, reason: str = "") -> BadInput:
     known = {kernel.name: kernel.name for kernel, *_ in _all_kernels(path, arch)}
     known |= {place: template.name for place, template in named.items()}
     if not known:
-        is_there = any("__global__" in text for text in own_sources(path).values())
+        is_there = any("__global__" in text for text in sources(path).values())
         what = "the compiler finds none; name a template with its arguments, 'FILE:NAME<float>'"
         return BadInput(
             f"{path} has no kernel: " + (what if is_there else "it defines no __global__ function")

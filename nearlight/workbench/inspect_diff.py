@@ -63,7 +63,7 @@ def diff_report(
         setup=setup,
         versions=versions(),
         rows=both,
-        next=f"what it is worth: nearlight bench {targets[1].pasted}"
+        next=f"what it is worth, with a GPU: nearlight bench {targets[1].pasted}"
         if targets[1].op
         else f"on each arch: nearlight inspect {targets[1].pasted}",
     )

@@ -2,7 +2,7 @@
 
 An answer holds as long as everything it was made from: the options, the environment, versions,
 tuned rows, and every file that took part (modules outside of installed packages, files read below
-the target's folder, CUDA C++ sources with all headers in reach).
+the target's folder, CUDA C++ sources with all headers in reach that no package brings).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nearlight.core.progress import Progress, silent
 from nearlight.core.report import Finding, Report
 from nearlight.core.user_code import split_name
 
-_PACKAGES = ("torch", "triton", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-nvdisasm")
+_PACKAGES = ("torch", "cuda-core", "nvidia-cuda-nvdisasm")  # and those of CUDA's headers
 _VARIABLES = ("NEARLIGHT_", "TRITON_", "CUDA", "PYTHON")
 # Files that Python opened for reading, while somebody collects them.
 _opened: set[str] | None = None
@@ -87,6 +87,7 @@ def _surroundings() -> tuple[Any, ...]:
         sys.version,
         str(Path.cwd()),
         [_version(package) for package in _PACKAGES],
+        cuda_sources.package_versions(),
         sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)),
         [(str(path), _digest(path)) for path in rows],
     )

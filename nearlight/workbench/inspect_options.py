@@ -96,7 +96,8 @@ def triton_build(
     given = _pairs("--types", types, parameters)
     pairs = _pairs("--constants", constants, (*parameters, *_LAUNCH_OPTIONS))
     values = {argument: _value(argument, text, kernel) for argument, text in pairs.items()}
-    options = {each: values.pop(each) for each in _LAUNCH_OPTIONS if each in pairs}
+    # before anything is guessed: what the launch cannot be, no guess mends
+    start = replace(start, **{each: values.pop(each) for each in _LAUNCH_OPTIONS if each in pairs})
     numbers = {n: _value(n, text, kernel) for n, text in given.items() if _NUMBER.fullmatch(text)}
     with described_launches(None) as launched:
         describe(kernel, (), numbers)
@@ -126,7 +127,7 @@ def triton_build(
             f"{', '.join(p.name for p in missing)} {'are' if missing[1:] else 'is'}. "
             + _advice(start, missing, types, constants)
         )
-    return replace(start, signature=signature, constants=fixed, **options)
+    return replace(start, signature=signature, constants=fixed)
 
 
 def _advice(start: KernelBuild, missing: Sequence[KernelParam], types: str, constants: str) -> str:

@@ -9,14 +9,24 @@ import inspect
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from nearlight.core.errors import BadInput, one_line
 from nearlight.core.op import Case, Op
-from nearlight.core.user_code import PREFIX, is_own, package_root, place_of, split_name
+from nearlight.core.user_code import (
+    PREFIX,
+    added_folders,
+    is_own,
+    package_root,
+    place_of,
+    split_name,
+)
+from nearlight.workbench.apart import is_ctrl_c
 
 
 def load_op(name: str) -> Op:
@@ -50,7 +60,7 @@ def load_file(file: Path) -> ModuleType:
         raise BadInput(f"no file {file}" + f" in {Path.cwd()}" * (not file.is_absolute()))
     # Found last and under a name of its own, so that a file called torch.py hides nothing.
     root, package = package_root(file)
-    sys.path += [str(p) for p in (root, file.resolve().parent) if str(p) not in sys.path]
+    _put_before_others([str(root), str(file.resolve().parent)])
     anchor = f"{PREFIX}{zlib.crc32(str(root).encode()):08x}"
     sys.modules.setdefault(anchor, ModuleType(anchor)).__path__ = [str(root)]
     package = ".".join(filter(None, (anchor, package)))
@@ -64,11 +74,33 @@ def load_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(name, None)
-        if not isinstance(error, (Exception, SystemExit)):
+        if is_ctrl_c(error):
             raise
         told = _lacking(error) or one_line(error)
         raise BadInput(f"{place_of(error, is_long=True) or file}: {told}") from error
     return module
+
+
+def _put_before_others(folders: Sequence[str]) -> None:
+    """Let a file import its own neighbours, not those of files loaded before by the same names."""
+    others = [p for p in added_folders if p in sys.path and p not in folders]
+    own = [p for p in dict.fromkeys(folders) if p in added_folders or p not in sys.path]
+    sys.path[:] = [p for p in sys.path if p not in added_folders] + own + others
+    added_folders[:] = own + others
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        is_theirs = file.startswith(tuple(f"{p}/" for p in others))
+        if is_theirs and not name.startswith(PREFIX):
+            mine = _module_file(own, name) or _module_file(own, name.partition(".")[0])
+            if mine not in ("", file):
+                del sys.modules[name]
+
+
+def _module_file(folders: Sequence[str], name: str) -> str:
+    """Return the file that one of the folders has for "a.b", or ""."""
+    stem = name.replace(".", "/")
+    places = (Path(p, f"{stem}{end}") for p in folders for end in (".py", "/__init__.py"))
+    return next((str(place) for place in places if place.is_file()), "")
 
 
 def _lacking(error: BaseException) -> str:
@@ -98,9 +130,26 @@ def _record(module: ModuleType, attribute: str, where: str) -> Op:
         listed = cases if isinstance(cases, Sequence) else [cases]
         if wrong := [repr(case)[:80] for case in listed if not isinstance(case, Case)]:
             raise BadInput(f"{where}: {attribute} has {wrong[0]} in its {part}, allowed are Cases")
+        for case in listed:
+            if wrong_part := _wrong_part(case):
+                raise BadInput(f"{where}: {attribute} has a case {case.name!r} with {wrong_part}")
     if not record.check_cases:
         raise BadInput(f"{where}: {attribute} has no check_cases; give it at least one small Case")
     return record
+
+
+def _wrong_part(case: Case) -> str:
+    """Say what of a case is of a wrong type, and what it has to be, or return ""."""
+    if not isinstance(case.shape, Mapping):
+        return f"shape={case.shape!r}, allowed is a dict of sizes by name"
+    for name, size in case.shape.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            return f"{name}={size!r} in its shape, allowed are whole numbers from 0"
+    if not isinstance(case.dtype, torch.dtype):
+        return f"dtype={case.dtype!r}, allowed is a torch.dtype such as torch.bfloat16"
+    if not isinstance(case.options, Mapping):
+        return f"options={case.options!r}, allowed is a dict of the function's arguments by name"
+    return ""
 
 
 def source_of(op: Op) -> str:

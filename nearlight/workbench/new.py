@@ -62,7 +62,7 @@ def new(name: str, lang: str, folder: Path = Path()) -> Report:
         target=name,
         setup=f"written: {', '.join(map(str, texts))}",
         rows=_places(texts),
-        next=f"nearlight check {shlex.quote(str(folder / name))}.py",
+        next=f"nearlight check {shlex.quote(str(folder / f'{name}.py'))}",
     )
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from nearlight.core.op import Case, Op
+from nearlight.workbench.fatal import refuse_fatal
 from nearlight.workbench.launches import launches
 from nearlight.workbench.trial import (
     Trial,
-    differentiable,
     kernels,
     make_inputs,
     make_upstream,
@@ -62,48 +60,6 @@ class NeedsGpu(NotApplicable):
     """The property says nothing about this op without a GPU."""
 
 
-@dataclass(frozen=True)
-class Fatal:
-    """An input that has ended the process or did not come back: known, it is not run again.
-
-    Attributes:
-        mark: of the input.
-        reason, cause, line: of the row that it has failed, and what runs it again.
-    """
-
-    mark: Mapping[str, Any]
-    reason: str
-    cause: str
-    line: str
-
-
-class IsFatal(Exception):
-    """An input is not run, for it is known to be fatal."""
-
-    def __init__(self, fatal: Fatal) -> None:
-        super().__init__(fatal.reason)
-        self.fatal = fatal
-
-
-# Those known to this process.
-known_fatal: list[Fatal] = []
-
-
-def mark(trial: Trial) -> dict[str, Any]:
-    """Return what makes an input, in types of JSON, but for the numbers that it holds."""
-    case = trial.case
-    made = {"shape": dict(case.shape), "dtype": str(case.dtype), "options": repr(case.options)}
-    return {**made, "layouts": dict(trial.layouts), "step": trial.step}
-
-
-def refuse_fatal(trial: Trial) -> None:
-    """Raise IsFatal if an input is known to be, as it is or with nothing done to it."""
-    marks = [mark(trial), mark(replace(trial, layouts={}, step=""))] if known_fatal else []
-    for fatal in known_fatal:
-        if fatal.mark in marks:
-            raise IsFatal(fatal)
-
-
 @contextmanager
 def remarked(said: Remarks) -> Iterator[None]:
     """Add what properties say of their trials inside the block, for the rows of a report."""
@@ -130,22 +86,6 @@ def remark_texts(said: Remarks) -> list[str]:
 def plural(number: int, noun: str) -> str:
     """Return "1 kernel" or "2 kernels"."""
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def wrong_number_of_gradients(error: BaseException, op: Op, device: str) -> str:
-    """Say how many gradients a backward has to return, if torch says that it returned others."""
-    told = re.search(
-        r"(\w+) returned an incorrect number of gradients \(.*?(\d+).*?(\d+)\)", f"{error}"
-    )
-    if not isinstance(error, RuntimeError) or told is None:
-        return ""
-    own = told[1].startswith("GeneratedBackwardFor_")  # torch adds one of its own
-    needed, given = (int(number) - own for number in told.groups()[1:])
-    names = differentiable(make_inputs(op, Trial(any_case(op)), device))
-    return (
-        f"the backward returned {plural(given, 'gradient')}, needed are {needed}: one for each "
-        f"argument of its forward, in order, or None; {', '.join(names)} require one"
-    )
 
 
 def any_case(op: Op) -> Case:

@@ -97,7 +97,8 @@ def _require_run(source: str, kept: Mapping[str, Any]) -> None:
     if "values" in reasons and torch.cuda.is_available():
         raise AssertionError(f"{told}; one is here: assert_proved(..., device='cuda')")
     if reasons:
-        warnings.warn(f"{told}; the rest is proved", stacklevel=3)
+        rest = "the rest is proved" if kept["passed"] else "nothing is proved"
+        warnings.warn(f"{told}; {rest}", stacklevel=3)
 
 
 def _require_holds(report: Report) -> None:

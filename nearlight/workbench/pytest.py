@@ -23,6 +23,7 @@ from nearlight.core.user_code import split_name
 from nearlight.workbench.apart import check_apart
 from nearlight.workbench.check import check
 from nearlight.workbench.check_report import NOT_APPLICABLE, broken, told
+from nearlight.workbench.load import load_op
 from nearlight.workbench.properties import PROPERTIES
 from nearlight.workbench.record import file_of
 
@@ -52,6 +53,10 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 def _collector(session: pytest.Session, source: str) -> _OpNode:
     file = file_of(source)
     if file is None:
+        try:
+            load_op(source)  # one of ours: known before any of its tests is run
+        except BadInput as error:
+            raise pytest.UsageError(f"--nearlight-op {source!r}: {error}") from None
         return _OpNode.from_parent(session, name=source, nodeid=source, source=source)
     if not file.is_file():
         raise pytest.UsageError(f"--nearlight-op {source}: no file {file}")

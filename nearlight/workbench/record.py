@@ -21,6 +21,7 @@ from nearlight.core.user_code import is_own, package_root, split_name
 from nearlight.core.versions import versions
 from nearlight.workbench.load import source_of
 from nearlight.workbench.properties import PROPERTIES
+from nearlight.workbench.property import plural
 
 SCHEMA = 1
 PACKAGE = Path(nearlight.__file__).parent
@@ -28,6 +29,7 @@ FOLDER = PACKAGE / "data" / "proofs"
 OPS = PACKAGE / "ops" / "__init__.py"
 # Stands for the digest of a `.cu` file that may be made of more than can be known.
 MACRO_HEADER = "includes a header by a macro, which only the compiler can follow"
+_DIFFERS = "differs from what was proved"
 
 
 def sources(op: Op) -> dict[str, str]:
@@ -35,13 +37,16 @@ def sources(op: Op) -> dict[str, str]:
 
     Own are: the op's file or folder, what it imports from other ops, a `.cu` file beside it, and
     the headers of nearlight these include. `core/` is not: when it changes, all is proved again.
+    With a `.cu` file go the versions of the packages that bring its compiler and CUDA's headers.
     """
     files = _own_files(op)
     return _digests(files, files[0].parent)
 
 
 def _digests(files: Sequence[Path], home: Path) -> dict[str, str]:
-    return dict(sorted((_label(file, home), _digest(file)) for file in _closure(files)))
+    found = _closure(files)
+    brought = cuda_sources.package_versions() if any(f.suffix != ".py" for f in found) else {}
+    return dict(sorted({**{_label(f, home): _digest(f) for f in found}, **brought}.items()))
 
 
 def path_of(name: str, folder: Path = FOLDER) -> Path:
@@ -81,7 +86,10 @@ def beside(source: str, device: str = "cpu") -> Path:
 
 
 def file_sources(file: Path) -> dict[str, str]:
-    """Return the sha256 of a user's file, of all of theirs that it imports, and of its `.cu`."""
+    """Return the sha256 of a user's file, of all of theirs that it imports, and of its `.cu`.
+
+    With a `.cu` file go the same versions as in `sources`.
+    """
     return _digests(_with_neighbours(file, is_package=False), file.parent)
 
 
@@ -116,13 +124,20 @@ def _outdated(record: Mapping[str, Any], now: Mapping[str, str], quick: bool) ->
         return f"{', '.join(unfollowed)} {MACRO_HEADER}"
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if changed:
-        return f"{', '.join(sorted(changed))} differs from what was proved"
+        return f"{', '.join(sorted(changed))} {_DIFFERS}"
     proved = {row["property"] for row in record["properties"]}
     wanted = [prop.name for prop in PROPERTIES if prop.in_quick or not quick]
     missing = [name for name in wanted if name not in proved]
     if missing:
         return f"{', '.join(missing)} was never proved"
     return "" if record["passed"] else "its last proof failed"
+
+
+def in_brief(reason: str) -> str:
+    """Return a reason of `stale` with how many sources differ instead of which."""
+    names, differs, _ = reason.partition(f" {_DIFFERS}")
+    number = len(names.split(", "))
+    return f"{plural(number, 'source')} differ{'s' * (number == 1)}" if differs else reason
 
 
 def drawn_today(
@@ -212,12 +227,9 @@ def _modules(place: Path, name: str) -> Iterator[Path]:
     yield from (c for c in candidates if is_own(str(c)) and c != OPS and c.is_file())
 
 
-def _included(file: Path) -> Iterator[Path]:
-    """Return the headers in reach of a CUDA file but CUDA's own, known by Triton's version."""
-    _, _, *toolkit = cuda_sources.include_path(file)
-    _, *headers = map(Path, cuda_sources.sources(file))
-    folders = [folder.resolve() for folder in toolkit]
-    return (header for header in headers if not any(map(header.is_relative_to, folders)))
+def _included(file: Path) -> list[Path]:
+    _, *headers = cuda_sources.sources(file)
+    return [Path(header) for header in headers]
 
 
 def _label(file: Path, home: Path) -> str:

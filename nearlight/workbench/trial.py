@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,11 @@ from torch.utils._pytree import tree_map_only
 from nearlight.core import backend
 from nearlight.core.op import Case, Inputs, Op
 from nearlight.workbench import guard, layouts
+from nearlight.workbench.bad_source import BadSource
 from nearlight.workbench.flat import flat, nested
 from nearlight.workbench.launches import launches
+from nearlight.workbench.options import accepted, noting
+from nearlight.workbench.returned import Form, form_of, parts_of
 
 # One per output; None for an output of whole numbers.
 Upstream = Sequence[torch.Tensor | None]
@@ -81,10 +83,17 @@ class Refused(Rejected):
 
 @dataclass(frozen=True)
 class Result:
-    """What one way of computing gave: outputs, and gradients by input name."""
+    """What one way of computing gave.
+
+    Attributes:
+        outputs: the tensors that were returned.
+        gradients: by input name.
+        form: what was returned by its place; None where it is not compared.
+    """
 
     outputs: Sequence[torch.Tensor]
     gradients: Mapping[str, torch.Tensor | None]
+    form: Form | None = None
 
 
 def make_inputs(op: Op, trial: Trial, device: str) -> Inputs:
@@ -94,15 +103,17 @@ def make_inputs(op: Op, trial: Trial, device: str) -> Inputs:
         Rejected: the op does not make inputs of this shape.
     """
     generator = torch.Generator(device=device).manual_seed(trial.seed)
+    case, options = noting(trial.case)
     try:
-        inputs = flat(op.make_inputs(trial.case, torch.device(device), generator))
+        made = op.make_inputs(case, torch.device(device), generator)
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"make_inputs: {error}") from error
-    accepted = inspect.signature(op.function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    for name, value in trial.case.options.items():
-        if takes_any or name in accepted:
-            inputs.setdefault(name, value)
+    if not isinstance(made, Mapping):
+        raise BadSource(
+            f"{op.name}: make_inputs returned a {type(made).__name__} for case {trial.case.name}, "
+            "allowed is a dict of the function's arguments by name"
+        )
+    inputs = {**accepted(op, trial.case, options), **flat(made)}
     inputs.pop("backend", None)  # the harness says which one runs
     first = next(iter(differentiable(inputs)), None)
     if first is not None and trial.values != "as made":
@@ -124,13 +135,9 @@ def differentiable(inputs: Inputs) -> list[str]:
     return [name for name, tensor in tensors(inputs).items() if tensor.requires_grad]
 
 
-def flatten(outputs: Any) -> list[torch.Tensor]:
+def flatten(returned: Any) -> list[torch.Tensor]:
     """Return the tensors among what a function returned, in order."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    if isinstance(outputs, (tuple, list)):
-        return [tensor for part in outputs for tensor in flatten(part)]
-    return []
+    return [part for _, part in parts_of(returned) if isinstance(part, torch.Tensor)]
 
 
 def call(function: Callable[..., Any], inputs: Inputs) -> list[torch.Tensor]:
@@ -172,16 +179,20 @@ def run(
     trainable: Sequence[str] | None = None,
 ) -> Result:
     """Call a function and differentiate it; `upstream=None` runs the forward alone."""
-    leaves = fresh(inputs, trainable)
-    outputs = call(function, leaves)
-    wanted = differentiable(leaves)
+    given = fresh(inputs, trainable)
+    parts = dict(parts_of(function(**nested(given))))
+    outputs = [part for part in parts.values() if isinstance(part, torch.Tensor)]
+    form = form_of(parts)
+    wanted = differentiable(given)
     roots, above = roots_of(outputs, upstream or ())
+    if any(root.shape != gradient.shape for root, gradient in zip(roots, above, strict=True)):
+        return Result(outputs, {}, form)  # a wrong shape has no gradient, and says more
     if not roots or not wanted:
-        return Result(outputs, dict.fromkeys(wanted))
+        return Result(outputs, dict.fromkeys(wanted), form)
     gradients = torch.autograd.grad(
-        roots, [leaves[name] for name in wanted], above, allow_unused=True
+        roots, [given[name] for name in wanted], above, allow_unused=True
     )
-    return Result(outputs, dict(zip(wanted, gradients, strict=True)))
+    return Result(outputs, dict(zip(wanted, gradients, strict=True)), form)
 
 
 def roots_of(
@@ -266,8 +277,18 @@ def standard(
         if change is not None:
             inputs = change(inputs)
         with torch.enable_grad():
-            upstream = make_upstream(run(op.reference, inputs, None).outputs, trial)
+            versions = {name: tensor._version for name, tensor in tensors(inputs).items()}
+            outputs = run(op.reference, inputs, None).outputs
+            for name, tensor in tensors(inputs).items():
+                if tensor._version != versions[name]:
+                    raise BadSource(
+                        f"{op.name}: the reference changes {name} in place, so that nothing is "
+                        "left to compare; let function and reference return new tensors"
+                    )
+            upstream = make_upstream(outputs, trial)
             return held_to(partial(run, op.reference), inputs, upstream, seed=trial.seed)
+    except BadSource:
+        raise
     except (ValueError, RuntimeError, AssertionError, IndexError, ZeroDivisionError) as error:
         raise Rejected(f"reference: {error}") from error
 
@@ -305,7 +326,8 @@ def held_to(
         name: _rounded_to_fp64(given, narrow.gradients[name], near.gradients[name])
         for name, given in plain.gradients.items()
     }
-    return Standard(inputs, upstream, Result([*outputs], gradients), truth, terms)
+    return Standard(inputs, upstream, replace(plain, outputs=[*outputs], gradients=gradients),
+                    truth, terms)  # fmt: skip
 
 
 def _rounded_to_fp64(plain: Any, narrow: Any, near: Any) -> Any:
@@ -355,6 +377,8 @@ def require_refusal(op: Op, inputs: Inputs, error: ValueError) -> None:
 
     Whatever a launcher, a compiler or a backward pass raises is a fault and no refusal.
     """
+    if isinstance(error, BadSource):
+        raise error
     with launches() as seen, backend.force("triton"), torch.no_grad():
         try:
             call(op.function, fresh(inputs, ()))

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nearlight.core.cuda import NoEmulator
-from nearlight.core.errors import said
 from nearlight.core.op import Case, Op
-from nearlight.core.user_code import place_of
+from nearlight.workbench.apart import is_ctrl_c
 from nearlight.workbench.bad_source import COMPILE_ERRORS, BadSource, refuse_builds, refuse_launch
 from nearlight.workbench.check_report import NOT_APPLICABLE, ON_A_GPU, Row
 from nearlight.workbench.compare import Leniency, noting
+from nearlight.workbench.fatal import IsFatal, mark, refuse_fatal
 from nearlight.workbench.launches import Launches, launches
 from nearlight.workbench.load import source_of
+from nearlight.workbench.properties.poison import written_beyond
 from nearlight.workbench.properties.values import PROPERTY as VALUES
 from nearlight.workbench.property import (
-    IsFatal,
     NeedsGpu,
     NotApplicable,
     Property,
     Remarks,
     case_size,
-    mark,
-    refuse_fatal,
     remark_texts,
     remarked,
-    wrong_number_of_gradients,
 )
+from nearlight.workbench.raised import at, describe
 from nearlight.workbench.settings import restored
 from nearlight.workbench.trial import Refused, Rejected, Trial
 
@@ -126,14 +125,20 @@ class _Subject:
         return f"{imports}; {function}({call}){whose}"
 
 
+@contextmanager
+def _subject(prop: Property, op: Op, device: str, announce: Announce) -> Iterator[_Subject]:
+    """Look at what kernels do inside the block, and put settings back after it."""
+    with launches() as seen, restored():
+        source = source_of(op).removeprefix(f"{Path.cwd()}/")  # it shall work where it is printed
+        yield _Subject(prop, op, device, seen, announce, source)
+
+
 def prove_property(
     prop: Property, op: Op, quick: bool, device: str, announce: Announce = unheard
 ) -> Row:
     """Try a property on its trials, smallest first, up to the first that breaks it."""
     start = time.perf_counter()
-    with launches() as seen, restored():
-        source = source_of(op).removeprefix(f"{Path.cwd()}/")  # it shall work where it is printed
-        subject = _Subject(prop, op, device, seen, announce, source)
+    with _subject(prop, op, device, announce) as subject:
         needs_gpu = False
         try:
             found = _judge(subject, quick)
@@ -143,6 +148,7 @@ def prove_property(
         except NoEmulator:
             found, needs_gpu = _Verdict(NOT_APPLICABLE, 0, ON_A_GPU), True
     seconds = round(time.perf_counter() - start, 3)
+    seen = subject.seen
     kernels, compiled = sorted(seen.started), sorted({name for name, _ in seen} - seen.started)
     return Row(
         prop.number, prop.name, found.status, found.num_trials, found.reason, found.line,
@@ -158,14 +164,16 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
         trials = sorted(prop.trials(op, quick, device), key=lambda trial: trial.size)
     except IsFatal as known:
         return _ended(known, 0)
-    except (NotApplicable, BadSource, KeyboardInterrupt):
+    except (NotApplicable, BadSource):
         raise
     except BaseException as error:  # whatever an op raises here is the finding
+        if is_ctrl_c(error):
+            raise
         subject.refuse_bad_source()
         if subject.seen.not_run:
             raise NoEmulator(subject.seen.not_run) from error
-        reason = f"{RAISED} {_describe(error, op, device)}{CHOSEN}"
-        return _Verdict("failed", 0, reason, whole_line, _kind(reason))
+        reason, cause = _told(error, op, device)
+        return _Verdict("failed", 0, f"{reason}{CHOSEN}", whole_line, cause)
     if not trials:
         return _Verdict(NOT_APPLICABLE, 0, "the cases have no size, layout or value to change")
     listed = [*op.check_cases, *(extreme.case for extreme in op.extremes)]
@@ -179,11 +187,11 @@ def _judge(subject: _Subject, quick: bool) -> _Verdict:
         except IsFatal as known:
             return _ended(known, len(tried))
         if isinstance(outcome, Rejected):
-            rejection = f"{outcome}{_at(outcome.__cause__ or outcome)}"
+            rejection, cause = _told(outcome, op, device)
             if isinstance(outcome, Refused):
                 refusals.append(str(outcome))
             elif trial.case in listed and not trial.layouts:
-                return _Verdict("failed", len(tried), rejection, subject.line(trial), rejection)
+                return _Verdict("failed", len(tried), rejection, subject.line(trial), cause)
             continue
         tried.append(trial.case)
         if outcome:
@@ -231,19 +239,34 @@ def examine(prop: Property, op: Op, trial: Trial, device: str) -> str | Rejected
             return prop.examine(op, trial, device)
     except Rejected as rejected:
         return rejected
-    except (BadSource, KeyboardInterrupt):
+    except BadSource:
         raise
     except BaseException as error:  # whatever an op raises is the finding
+        if is_ctrl_c(error):
+            raise
         if isinstance(error, COMPILE_ERRORS):
             refuse_builds(op)
-        return f"{RAISED} {_describe(error, op, device)}"
+        return f"{RAISED} {describe(error, op, device)}"
+
+
+def _told(error: BaseException, op: Op, device: str) -> tuple[str, str]:
+    """Return what an error says of an op, and its cause: that of a rejection is what it hides."""
+    inner = error.__cause__
+    if isinstance(inner, StopIteration) and str(error) == "generator raised StopIteration":
+        error = inner  # what the op raised came through a generator of ours
+    if not isinstance(error, Rejected):
+        reason = f"{RAISED} {describe(error, op, device)}"
+        return reason, _kind(reason)
+    cause = f"{RAISED} {describe(inner, op, device)}" if inner else str(error)
+    return f"{error}{at(inner or error)}", _kind(cause)
 
 
 def _kind(reason: str) -> str:
     """Return what a reason says without its numbers: which result is wrong, or what was raised."""
     if reason.startswith(RAISED):  # the line where it was stays
-        return _without_numbers(reason.removesuffix(CHOSEN))
-    return re.sub(r"^((?:.*?: )?\D*).*", r"\1", reason, flags=re.DOTALL)
+        return _without_numbers(reason)
+    kind = re.sub(r"^((?:.*?: )?\D*).*", r"\1", reason, flags=re.DOTALL)
+    return kind or _without_numbers(reason)  # "2 outputs, ..."
 
 
 def _without_numbers(reason: str) -> str:
@@ -255,44 +278,34 @@ def _broken(reason: str) -> str:
     return re.sub(r"\d+", "#", reason.partition(": ")[0])
 
 
-def _describe(error: BaseException, op: Op, device: str) -> str:
-    if told := wrong_number_of_gradients(error, op, device):
-        return f"{type(error).__name__}: {told}"
-    lines = (said(error).strip() or "no message").splitlines()
-    told = next((line.strip() for line in lines if ": error:" in line), lines[0])
-    if told.startswith("at ") and len(lines) > 1:  # Triton: a place in the kernel, its lines, why
-        told = f"{lines[-1].strip()} ({told.rstrip(':')} of the kernel)"
-    return f"{type(error).__name__}: {told}{_at(error)}"
-
-
-def _at(error: BaseException) -> str:
-    return f" at {place}" if (place := place_of(error)) else ""
-
-
 def _shrink(subject: _Subject, trial: Trial, reason: str) -> tuple[Trial, str]:
     """Make a failing trial smaller as long as it fails, one size at a time."""
-    steps = 0
+    tried: list[str] = []
     is_smaller = True
-    subject.announce(subject.line(trial), reason, mark(trial))
     while is_smaller:
         is_smaller = False
-        for name, size in trial.case.shape.items():
-            for smaller in _smaller_sizes(size):
-                if steps >= MAX_SHRINK_STEPS:
-                    return trial, reason
-                steps += 1
-                candidate = trial.resized(**{name: smaller})
-                outcome = subject.examine(candidate)
-                # An error of a size too small, or another result, is another thing.
-                if isinstance(outcome, str) and _broken(outcome) == _broken(reason):
-                    trial, reason, is_smaller = candidate, outcome, True
-                    subject.announce(subject.line(trial), reason, mark(trial))
-                    break
+        subject.announce(subject.line(trial), reason, mark(trial))
+        for candidate, line in _smaller(subject, trial, tried):
+            if len(tried) >= MAX_SHRINK_STEPS:
+                break
+            tried.append(line)
+            outcome = subject.examine(candidate)
+            # An error of a size too small, or another result, is another thing.
+            if isinstance(outcome, str) and _broken(outcome) == _broken(reason):
+                trial, reason, is_smaller = candidate, outcome, True
+                break
     return trial, reason
 
 
-def _smaller_sizes(size: int) -> list[int]:
-    return sorted({n for n in (1, 2, size // 2, size - 1) if 0 < n < size})
+def _smaller(
+    subject: _Subject, trial: Trial, tried: Collection[str]
+) -> Iterator[tuple[Trial, str]]:
+    """Yield a trial with one size smaller, and the line that runs it, but for those tried."""
+    for name, size in trial.case.shape.items():
+        for smaller in sorted({n for n in (1, 2, size // 2, size - 1) if 0 < n < size}):
+            candidate = trial.resized(**{name: smaller})
+            if (line := subject.line(candidate)) not in tried:
+                yield candidate, line
 
 
 def try_smaller(
@@ -303,8 +316,9 @@ def try_smaller(
     line: str,
     sizes: Mapping[str, int],
     tried: Collection[str],
+    may_stray: bool,
     announce: Announce,
-) -> None:
+) -> bool:
     """Run inputs that are smaller than one that has ended a process, each announced before.
 
     One that ends this process, too, is where the next begins.
@@ -317,20 +331,27 @@ def try_smaller(
         line: what runs the input again that ended the first process.
         sizes: of the smallest input so far that ended one.
         tried: lines of the smaller inputs that need not run again.
+        may_stray: whether a write beyond a tensor may have ended it.
         announce: told of each.
+
+    Returns:
+        Whether the op writes beyond a tensor on this input; then no smaller one is run.
     """
-    with launches() as seen, restored():
-        source = source_of(op).removeprefix(f"{Path.cwd()}/")
-        subject = _Subject(prop, op, device, seen, announce, source)
-        for trial in prop.trials(op, quick, device):
-            if subject.line(trial) == line:
-                break
-        else:
-            return
-        trial = trial.resized(**sizes)
-        for name, size in sizes.items():
-            for smaller in _smaller_sizes(size):
-                candidate = trial.resized(**{name: smaller})
-                if subject.line(candidate) not in tried:
-                    announce(subject.line(candidate), "", mark(candidate))
-                    examine(prop, op, candidate, device)
+    with _subject(prop, op, device, announce) as subject:
+        trials = prop.trials(op, quick, device)
+        trial = next((trial for trial in trials if subject.line(trial) == line), None)
+        if trial is None:
+            return False
+        if may_stray and _writes_beyond(op, replace(trial, layouts={}, step=""), device):
+            return True
+        for candidate, its_line in _smaller(subject, trial.resized(**sizes), tried):
+            announce(its_line, "", mark(candidate))
+            examine(prop, op, candidate, device)
+    return False
+
+
+def _writes_beyond(op: Op, trial: Trial, device: str) -> bool:
+    try:
+        return bool(written_beyond(op, trial, device))
+    except Exception:  # what it raises is no write
+        return False

@@ -10,6 +10,7 @@ import triton.language as tl
 from nearlight.core.builds import check_budget, compile_build
 from nearlight.core.cuda import Kernel
 from nearlight.core.launch import described_launches
+from nearlight.core.machine_code import MachineCode
 from nearlight.core.op import KernelBuild
 from nearlight.core.triton import jit
 
@@ -89,3 +90,23 @@ def test_budgets():
         "_row_kernel on sm_80: 1000000 bytes of shared memory, a block has 166912",
     ]
     assert check_budget(replace(build, max_spill_bytes=code.spill_bytes), code) == []
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "registers", "bound", "violation"),
+    [
+        (256, 255, 0, ""),
+        (257, 255, 0, "257 threads × 255 registers, more than an SM has"),
+        (1024, 64, 1024, ""),
+        (1025, 64, 0, "1025 threads, a block has 1024"),
+        (256, 64, 128, "256 threads, __launch_bounds__ allows 128"),
+        (0, 255, 0, ""),  # nothing is known of its launch
+    ],
+)
+def test_a_block_that_can_never_be_launched_breaks_its_budget(
+    num_threads, registers, bound, violation
+):
+    build = KernelBuild(ROW_SUM, {}, {}, num_threads=num_threads)
+    code = MachineCode("k", "sm_90a", registers, 0, 0, 0, 0, {}, b"", num_threads=bound)
+    name = "row_sum<__nv_bfloat16> on sm_90a"
+    assert check_budget(build, code) == ([f"{name}: {violation}"] if violation else [])

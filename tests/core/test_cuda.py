@@ -10,6 +10,7 @@ import torch
 
 from nearlight.core import compile_cache, cuda
 from nearlight.core.cuda import CompileError, Kernel
+from nearlight.core.cuda_sources import libcudacxx
 
 ROW_SUM = Path(__file__).parent / "kernels" / "row_sum.cu"
 ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120")
@@ -74,6 +75,24 @@ def test_the_second_compile_comes_from_the_cache_and_an_edit_does_not(cache, tmp
         entry.write_bytes(damaged)
         assert Kernel(file, "f").compile("sm_90a").code == first.code
         assert compile_cache.load(entry) is not None
+
+
+def test_another_version_of_a_package_with_headers_compiles_anew(cache, tmp_path, monkeypatch):
+    file = tmp_path / "k.cu"
+    file.write_text('#include <cuda_fp16.h>\nextern "C" __global__ void f(int* x) { *x = 1; }\n')
+    for number in ("1", "1", "2"):
+        monkeypatch.setattr(cuda, "package_versions", lambda number=number: {"triton": number})
+        Kernel(file, "f").compile("sm_90a")
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.skipif(libcudacxx() is None, reason="CUB comes with an extra")
+def test_a_kernel_with_cub_comes_from_the_cache(cache, tmp_path, monkeypatch):
+    file = tmp_path / "k.cu"
+    file.write_text("#include <cub/warp/warp_reduce.cuh>\n__global__ void f(int* x) { *x = 1; }\n")
+    first = cuda.compile_file(file, "sm_90a")
+    monkeypatch.setattr(cuda, "_compile", lambda *a: pytest.fail("compiled again"))
+    assert cuda.compile_file(file, "sm_90a") == first
 
 
 def compiled_name(file, **options):

@@ -97,6 +97,19 @@ def test_a_header_of_the_hosts_is_answered_by_what_device_code_has(said, header,
     assert hint in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [
+        ("missing.h", "headers are looked for beside the .cu file"),
+        ("helper", "headers are looked for beside the .cu file"),
+        ("math.h", "leave math.h out; printf"),
+        ("stdint.h", "write #include <cuda/std/cstdint>"),
+    ],
+)
+def test_a_header_in_quotes_is_the_users_unless_the_host_has_one_of_its_name(said, header, hint):
+    assert hint in said(f'#include "{header}"\n__global__ void f(int* x) {{ *x = 1; }}\n')[-1]
+
+
 def test_an_integer_of_a_header_of_the_hosts_is_answered_by_that_of_cuda_std(said):
     text = "__global__ void f(uint32_t* x) { *x = 1; }\n"
     assert "write #include <cuda/std/cstdint>" in said(text)[-1]

@@ -1,10 +1,12 @@
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import triton
 
 from nearlight.core import cuda_sources
-from nearlight.core.cuda_sources import has_macro_header, own_sources, sources
+from nearlight.core.cuda_sources import has_macro_header, source_of, sources
 
 ROW_SUM = Path(__file__).parent / "kernels" / "row_sum.cu"
 
@@ -27,12 +29,34 @@ def names(folder, file="k.cu"):
     return sorted(sources(folder / file).keys() - {file})
 
 
-def test_headers_of_nearlight_and_of_cuda_are_followed():
-    found = sources(ROW_SUM)
-    assert found["row_sum.cu"] == ROW_SUM.read_text()
-    assert str(cuda_sources.INCLUDE / "nearlight" / "reduce.cuh") in found
-    assert any(name.endswith("/cuda_bf16.h") for name in found)
-    assert any(name.endswith("/cuda_bf16.hpp") for name in found)  # included by that header
+def test_headers_of_nearlight_are_followed_and_those_of_packages_known_by_version():
+    assert "#include <cuda_bf16.h>" in ROW_SUM.read_text()
+    reduce = cuda_sources.INCLUDE / "nearlight" / "reduce.cuh"
+    assert sources(ROW_SUM) == {
+        "row_sum.cu": ROW_SUM.read_text(),
+        str(reduce): reduce.read_text(),
+    }
+    found = cuda_sources.package_versions()
+    assert found["triton"] == triton.__version__
+    installed = {"nvidia-cuda-nvrtc", "nvidia-cuda-cccl"} & found.keys()
+    assert found == {"triton": triton.__version__} | {name: version(name) for name in installed}
+    assert (cuda_sources.libcudacxx() is None) or "nvidia-cuda-cccl" in str(found)
+
+
+def test_the_versions_of_cudas_packages_are_known_by_any_name(tmp_path, monkeypatch):
+    installed = ("nvidia_cuda_cccl_cu12-12.9.27", "nvidia_cuda_nvrtc-13.5.37", "nvidia_cublas-1.0")
+    for name in installed:
+        (tmp_path / f"{name}.dist-info").mkdir()
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path / "nvidia")]})
+    real = cuda_sources.find_spec
+    monkeypatch.setattr(cuda_sources, "find_spec", lambda n: spec if n == "nvidia" else real(n))
+    cuda_sources.package_versions.cache_clear()
+    assert cuda_sources.package_versions() == {
+        "nvidia-cuda-cccl-cu12": "12.9.27",
+        "nvidia-cuda-nvrtc": "13.5.37",
+        "triton": triton.__version__,
+    }
+    cuda_sources.package_versions.cache_clear()
 
 
 def test_headers_of_one_name_in_two_folders_are_two_headers(tree):
@@ -60,14 +84,6 @@ def test_every_spelling_of_an_include_is_followed(tree):
         d_h="",
     )
     assert names(folder) == [str(folder / f) for f in ("a.h", "b.h", "c.h", "d.h", "k.cu")]
-
-
-def test_own_sources_are_those_that_no_package_brings(tree):
-    folder = tree(
-        k_cu='#include <cuda_bf16.h>\n#include "nearlight/reduce.cuh"\n#include "a.h"\n', a_h="1"
-    )
-    found = own_sources(folder / "k.cu")
-    assert list(found) == [str(folder / "k.cu"), str(folder / "a.h")] and found[str(folder / "a.h")]
 
 
 def test_the_folder_of_libcudacxx_is_found_in_either_layout(tmp_path, monkeypatch):
@@ -110,3 +126,10 @@ def test_headers_beside_a_link_are_found_where_the_link_is(tree):
 def test_headers_named_by_a_macro_are_told(tree, text, expected):
     folder = tree(k_cu='#include "v.h"\n', v_h=text)
     assert has_macro_header(sources(folder / "k.cu")) is expected
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    file = tmp_path / "k.cu"
+    file.write_bytes(b"\xef\xbb\xbf__global__ void f(int* x) { *x = 1; } // \xe9\n")
+    assert source_of(file) == "__global__ void f(int* x) { *x = 1; } // \udce9\n"
+    assert sources(file) == {"k.cu": source_of(file)}

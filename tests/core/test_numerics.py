@@ -346,3 +346,20 @@ def test_sound_results_pass_and_thrice_the_error_of_plain_is_caught(make):
     # One draw of a scalar raises the doubt in 63 of 100 trials; a check takes dozens.
     doubted = sum(any(not judged(3.0)["a"].passed for _ in range(6)) for _ in range(num_faults))
     assert doubted >= 0.95 * num_faults
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1.0, 1e200, 1.7e308])
+def test_numbers_near_the_end_of_fp64_are_judged_like_others(scale):
+    truth = torch.tensor([[1.0, 1e-200], [0.5, 0.25]], dtype=torch.float64) * scale
+    assert numerics.judge(truth * (1 + 2.3e-16), truth, truth).passed
+    assert not numerics.judge(truth * (1 + 1e-3), truth, truth).passed
+    found = numerics.judge(truth * (1 + 1e-3), truth, truth)
+    assert found.ours.whole == pytest.approx(1e-3, rel=1e-2)
+    assert found.ours.worst_row == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_draws_near_the_end_of_fp64_are_taken_together():
+    truth = torch.full((2, 4), 1.7e308, dtype=torch.float64)
+    right, wrong = truth * (1 - 2.3e-16), truth * 0.9
+    assert numerics.together([numerics.judge(right, right, truth)] * 3).passed
+    assert not numerics.together([numerics.judge(wrong, right, truth)] * 3).passed

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -117,6 +119,33 @@ def test_an_op_of_the_same_name_in_another_file_is_refused(tmp_path):
         f"nearlight_test_twice_{number}::same" for number in (2, 3, 4)
     ]
     assert all(formula_for(name) for name in names)
+
+
+def times(factor):
+    return register_op(
+        "nearlight_test_by_name::times(Tensor x) -> Tensor",
+        lambda x: factor * x,
+        fake=torch.empty_like,
+        cost=lambda args, kwargs, out: Cost(),
+    )
+
+
+def test_a_name_finds_the_op_of_the_file_that_is_read_until_it_is_read():
+    ops, one = torch.ops.nearlight_test_by_name, torch.ones(1)
+    held = times(2)
+    for end in (contextlib.nullcontext(), pytest.raises(KeyError)):
+        with end, sparing_others():
+            for factor in (3, 5):  # a file may be read twice
+                own = times(factor)
+                assert ops.times(one) == ops.times.default(one) == own(one) == factor
+            assert held(one) == 2
+            with sparing_others():
+                times(7)
+                assert ops.times(one) == 7
+            assert ops.times(one) == 5
+            if not isinstance(end, contextlib.nullcontext):
+                raise KeyError
+        assert ops.times(one) == held(one) == 2
 
 
 def test_on_meta_tensors_the_implementation_runs_where_launches_are_described():

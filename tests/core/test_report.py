@@ -112,6 +112,9 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
         require_writable(tmp_path / "file" / "report.json")
     with pytest.raises(BadInput, match="cannot be written"):
         require_writable("/proc/nearlight/report.json")  # not even by root
+    with pytest.raises(BadInput, match=f"there is no folder {tmp_path}/new; make it first"):
+        require_writable(tmp_path / "new" / "report.json", makes_folders=False)
+    require_writable(tmp_path / "report.json", makes_folders=False)
     with pytest.raises(BadInput, match="no ordinary file"):
         require_writable("/dev/null")  # it would be replaced
 

@@ -1,6 +1,8 @@
 """One kernel on CPU and GPU paths, meta-arguments, and machine code without a GPU."""
 
+import runpy
 import threading
+import types
 from dataclasses import replace
 
 import pytest
@@ -184,6 +186,29 @@ def test_signature_and_constants_must_be_the_kernels_arguments():
     with pytest.raises(TypeError, match="argument `n` is missing in signature or constants"):
         signature = {name: kind for name, kind in SCALE.signature.items() if name != "n"}
         compile_for(replace(SCALE, signature=signature), "sm_80")
+
+
+FILL = """
+import triton.language as tl
+from nearlight.core.triton import jit
+@jit
+def _fill_kernel(x_ptr, BLOCK: tl.constexpr = parts.SIZE):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 1.0)
+"""
+
+
+def test_kernels_of_one_text_are_told_apart_by_a_default_from_another_file(cache, tmp_path):
+    (tmp_path / "fill.py").write_text(FILL)
+    codes = []
+    for size in (128, 1024, 128):
+        found = runpy.run_path(
+            str(tmp_path / "fill.py"), {"parts": types.SimpleNamespace(SIZE=size)}
+        )
+        codes.append(
+            compile_for(KernelBuild(found["_fill_kernel"], {"x_ptr": "*fp32"}, {}), "sm_86")
+        )
+    small, large, again = codes
+    assert small == again and small.count("STG") < large.count("STG")
 
 
 def test_results_are_cached_by_kernel_arch_and_options(cache, monkeypatch):

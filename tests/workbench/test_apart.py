@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from nearlight.core.errors import BadInput, MissingPart
 from nearlight.workbench import apart
-from nearlight.workbench.apart import _place, check_apart
+from nearlight.workbench.apart import check_apart
 from nearlight.workbench.check import check
 from nearlight.workbench.load import load_op
 
@@ -44,14 +44,6 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
     while is_alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     return not is_alive(pid)
-
-
-def test_the_place_of_a_death_is_the_innermost_line_of_the_users():
-    """Be it in a file that the op imports."""
-    frames = (torch.__file__, 3, "call"), ("/home/me/beside.py", 12, "launch"), (__file__, 1, "go")
-    trace = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
-    assert _place(trace) == " at beside.py:12 in launch"
-    assert _place(trace.split("\n")[0]) == ""
 
 
 @pytest.mark.parametrize(("body", "reason"), ENDINGS)
@@ -86,13 +78,23 @@ def test_what_is_killed_from_outside_is_tried_again_before_it_is_blamed(
     assert "'values', {'rows': 9, " in row["reproduce"]
 
 
+def test_an_interrupt_that_the_op_raises_itself_is_the_finding(write_op: WriteOp):
+    """No terminal's key reaches the process of a check."""
+    (row,) = check_apart(str(write_op(body="raise KeyboardInterrupt")), only=["values"]).rows
+    assert row["status"] == "failed"
+    assert re.fullmatch(r"raised KeyboardInterrupt at twice\.py:\d+ in twice", row["reason"])
+    file = write_op(top="raise KeyboardInterrupt")
+    with pytest.raises(BadInput, match=rf"^{file}:\d+: KeyboardInterrupt$"):
+        check_apart(str(file), only=["values"])
+
+
 @pytest.mark.parametrize("body", ["while True: pass", "time.sleep(60)"])
 def test_an_op_that_hangs_fails_with_its_input(write_op: WriteOp, body: str):
     report = check_apart(str(write_op(body=body)), only=["values"], trial_seconds=3.0)
     (row,) = report.rows
     assert row["status"] == "failed" and row["num_trials"] == 1
     assert row["reason"].startswith("did not finish in 3 s")
-    assert "'values', {'rows': 3, 'columns': 5}, torch.float32" in row["reproduce"]
+    assert "'values', {'rows': 1, 'columns': 1}, torch.float32" in row["reproduce"]
 
 
 def test_a_loop_in_an_interpreted_kernel_is_ended(tmp_path: Path):
@@ -126,6 +128,46 @@ def test_an_input_that_ends_its_process_is_made_smaller(write_op: WriteOp):
     assert "'values', {'rows': 9, 'columns': 1}" in rows[0]["reproduce"]
     assert rows[0]["reason"] == "ended the process with exit code 7"
     assert rows[1]["same_as"] == "values"  # on the same input, which is not run again
+
+
+@pytest.mark.parametrize(
+    ("prop", "rows", "named"),
+    [("memory", "1 < len(x) < 4", True), ("memory", "len(x) == 9", False), ("size", "True", False)],
+)
+def test_a_write_beyond_a_tensor_is_what_ends_a_process_on_the_same_input_alone(
+    write_op: WriteOp, prop: str, rows: str, named: bool
+):
+    """Between guard zones it is taken; where there are none, it may end the process.
+
+    An op that crashes for another reason keeps its own line, as does one whose offsets are too
+    large: what lies around a tensor that is spread out takes a write.
+    """
+    body = (
+        "has_zones = x.untyped_storage().nbytes() > x.numel() * x.element_size() + 64\n"
+        f"    if has_zones and ({rows}):\n"
+        "        ctypes.memset(x.data_ptr() + x.numel() * x.element_size(), 0, 4)\n"
+        f"    if 'properties/{prop}.py' in str(__import__('traceback').extract_stack()):\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    report = check_apart(str(write_op(body=body)), only=["poison", prop])
+    rows_of = {row["property"]: row for row in report.rows}
+    assert rows_of["poison"]["reason"].startswith("wrote right past the end of x")
+    assert rows_of[prop]["reason"].startswith("ended by SIGSEGV")
+    assert rows_of[prop].get("same_as") == ("poison" if named else None)
+
+
+def test_a_crash_before_the_first_smaller_input_is_said(write_op: WriteOp, tmp_path: Path):
+    seen = tmp_path / "seen"
+    body = (
+        f"if os.path.exists({str(seen)!r}): os._exit(8)\n"
+        f"    if len(x) == 7: open({str(seen)!r}, 'x').close(); os._exit(7)"
+    )
+    (row,) = check_apart(str(write_op(body=body)), only=["shapes"]).rows
+    assert row["reason"] == (
+        "ended the process with exit code 7; not made smaller: ended the process with exit code 8 "
+        "while inputs were chosen"
+    )
+    assert "{'rows': 7, " in row["reproduce"]
 
 
 def test_how_far_an_input_was_made_smaller_is_said(write_op: WriteOp, monkeypatch):

@@ -142,6 +142,17 @@ def test_cuda_that_does_not_compile_or_fit(write_op: WriteOp, right: str, wrong:
     assert message in complaint(file)
 
 
+def test_a_missing_file_or_kernel_is_named_with_the_line_that_launches_it(write_op: WriteOp):
+    file = write_op(top=CUDA, body=CU_LAUNCH)
+    source = file.with_name("copy.cu")
+    launched = f"; launched at {place(file, CU_LAUNCH).rpartition('/')[2]} in twice"
+    wanted = f"{source}, which is to have the kernel copy: No such file or directory"
+    assert complaint(file) == wanted + launched
+    source.write_text(CU.replace("void copy(", "void other("), encoding="utf-8")
+    missing = f"{source}: no kernel 'copy' in the source; it has other"
+    assert complaint(file) == missing + launched
+
+
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_cuda_for_newer_archs_is_bad_only_for_the_gpu_at_hand(
     write_op: WriteOp, monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool
@@ -208,3 +219,18 @@ def test_the_command_line_answers_with_exit_code_2(tmp_path: Path, lang: str, op
     assert (done.returncode, done.stdout) == (2, "")
     place = f"{file}:{line}: " if lang == "triton" else f"mine.cu({line + 1}): error: "
     assert place in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("used", "hint"),
+    [
+        ("tl.tanh(n)", "; tanh is in triton.language.extra.libdevice\n"),
+        ("tl.math.where(n > 0, n, 0)", "; where is in triton.language\n"),
+        ("tl.tangent(n)", "has no attribute 'tangent'\")\n"),
+    ],
+)
+def test_a_function_of_another_module_of_triton_is_named_with_it(
+    write_op: WriteOp, used: str, hint: str
+):
+    top = TRITON.replace("tl.load(x_ptr + n, n < 3)", used)
+    assert hint in complaint(write_op(top=top, body=LAUNCH))

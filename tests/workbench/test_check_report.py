@@ -33,8 +33,8 @@ NEVER = Row(4, "size", NOT_APPLICABLE, 0, "the record names no case for a GPU", 
             "scale: 1 of 2 properties hold, 1 needs a GPU; broken: layouts",
             False,
         ),
-        ([GPU], "scale: nothing is proved here: determinism needs a GPU", True),
-        ([NEVER], "scale: nothing is proved here: size not applicable", True),
+        ([GPU], "scale: nothing is proved here: determinism needs a GPU", False),
+        ([NEVER], "scale: nothing is proved here: size not applicable", False),
         (
             [replace(GPU, property="values"), replace(PASSED, property="size")],
             "scale: values not run; 1 of 1 properties hold, 1 needs a GPU",
@@ -46,19 +46,26 @@ def test_the_answer_counts_what_holds_and_what_needs_a_gpu(rows, answer, passed)
     report = as_report(HEADER, rows)
     assert report.answer == answer
     assert report.proof is not None and report.proof.passed is passed
-    assert bool(broken(report)) is not (passed and rows != [NEVER])
+    assert bool(broken(report)) is (rows == [NEVER] or FAILED in rows)
 
 
-def test_a_process_that_a_stray_write_ends_names_the_property_that_saw_it():
+def test_what_another_property_names_points_to_it_though_it_came_first():
     stray = replace(FAILED, property="poison", reason="wrote 4 bytes past the end of y")
-    ended = [
-        replace(FAILED, property="size", reason=f"ended by SIG{name}") for name in ("SEGV", "INT")
-    ]
-    report = as_report(HEADER, [ended[0], stray])
+    crash = replace(FAILED, property="memory", reason="ended by SIGSEGV", reproduce="reproduce(2)")
+    report = as_report(HEADER, [replace(crash, named_by="poison"), stray])
     assert [row.get("same_as") for row in report.rows] == ["poison", None]
     assert report.next == stray.reproduce
-    for rows in ([ended[1], stray], [ended[0], replace(stray, reason="output: 3")]):
-        assert not [row for row in as_report(HEADER, rows).rows if "same_as" in row]
+    report = as_report(HEADER, [crash, stray])
+    assert not [row for row in report.rows if "same_as" in row]
+    assert report.next == crash.reproduce
+
+
+@pytest.mark.parametrize("rows", [[GPU], [NEVER], [NEVER, GPU]])
+def test_where_nothing_was_judged_nothing_passed_and_nothing_failed(rows):
+    proof = as_report(HEADER, rows).proof
+    assert proof is not None and not proof.passed and proof.verdict == "incomplete"
+    is_elsewhere = as_report(HEADER, rows).next.startswith("on a machine with a GPU: ")
+    assert is_elsewhere is (GPU in rows)
 
 
 def test_of_a_part_of_the_check_it_is_said_what_was_asked_for():
@@ -70,6 +77,8 @@ def test_of_a_part_of_the_check_it_is_said_what_was_asked_for():
     assert str(report.proof.verdict) == "passed" and report.next == "nearlight check my_op.py"
     report = as_report(header, [compiled, waiting])
     assert report.proof.verdict == "incomplete" and report.proof.passed
+    failed = as_report(header, [replace(compiled, status="failed"), waiting]).proof
+    assert failed.verdict == "failed" and not failed.passed
     assert report.proof.method == (
         "values, size alone; compiled and read, not run; CUDA C++ runs on a GPU alone; "
         "not proved here: values"
@@ -101,6 +110,28 @@ def test_on_a_gpu_nothing_needs_one():
     report = as_report(header, [PASSED, GPU])
     assert report.answer == "scale: 1 of 1 properties hold"
     assert report.setup == "quick check, on cuda; launched k" and report.gpu == "h200"
+
+
+@pytest.mark.parametrize(
+    ("rows", "setup"),
+    [
+        ([replace(PASSED, kernels=[]), FAILED], "launched no nearlight kernel: plain PyTorch code"),
+        ([FAILED], "launched no nearlight kernel: plain PyTorch code"),
+        ([replace(FAILED, reason="raised OSError: x")], "launched no kernel that came back"),
+        ([replace(FAILED, reason="ended by SIGSEGV")], "launched no kernel that came back"),
+        ([replace(FAILED, reason="did not finish in 3 s")], "launched no kernel that came back"),
+        ([replace(FAILED, reason="make_inputs: no", num_trials=0)], "nothing was run"),
+        ([NEVER], "nothing was run"),
+    ],
+)
+def test_what_ran_is_said_of_what_launched_nothing(rows, setup):
+    assert as_report(HEADER, rows).setup.removeprefix("full check, ").endswith(setup)
+
+
+def test_of_what_was_not_run_nothing_is_said_to_be_interpreted():
+    report = as_report(replace(HEADER, only=("size",)), [NEVER])
+    assert report.proof is not None and report.proof.method == "size alone; nothing was run"
+    assert "interpreted" not in str(report)
 
 
 def test_what_is_broken_comes_with_the_line_that_shows_it():

@@ -72,7 +72,11 @@ def test_one_element_outside_is_found(dtype: torch.dtype, index: int, words: str
         x.as_strided((1,), (1,), x.storage_offset() + index).fill_(1)
     (text,) = zones.broken()
     assert words in text
-    assert text.endswith("of a tensor of torch.zeros (5,)")
+    line = test_one_element_outside_is_found.__code__.co_firstlineno
+    tensor, found, place = text.partition(" (5,), allocated at test_guard.py:")
+    assert tensor.endswith(" of a tensor of torch.zeros") and found
+    number, name = place.split(" in ")
+    assert line < int(number) < line + 9 and name == "test_one_element_outside_is_found"
     distance = 0 if index == 5 else x.element_size()
     # The first byte of a small number may be equal to the pattern's.
     found = int(text.split()[0]) if text[0].isdecimal() else 0  # "right past the end"

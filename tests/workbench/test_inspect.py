@@ -5,6 +5,7 @@ import pytest
 
 from nearlight.core.errors import BadInput
 from nearlight.workbench.inspect import ARCHS, inspect
+from nearlight.workbench.new import new
 
 HERE = Path(__file__).parent
 CU = str(HERE / "kernels" / "inspected.cu")
@@ -75,6 +76,16 @@ def test_occupancy_is_not_told_where_the_launch_sizes_the_shared_memory(tmp_path
     assert row["limited_by"] == "shared memory"
 
 
+def test_a_launch_past_its_launch_bounds_has_no_occupancy(tmp_path):
+    file = tmp_path / "bound.cu"
+    file.write_text("__global__ void __launch_bounds__(128, 4) f(float* x) { *x = 1; }\n")
+    (row,) = inspect(str(file), ["sm_90"], block=256).rows
+    assert (row["num_threads"], row["blocks_per_sm"], row["occupancy"]) == (256, 0, 0.0)
+    assert row["limited_by"] == "__launch_bounds__"
+    (row,) = inspect(str(file), ["sm_90"], block=128).rows
+    assert row["blocks_per_sm"] > 0
+
+
 def test_a_matrix_product_has_no_tensor_cores_on_turing():
     report = inspect(f"{PY}:_product_kernel", ["sm_75", "sm_80", "sm_120"], **PRODUCT)
     found = {row["arch"]: row for row in report.rows}
@@ -89,7 +100,16 @@ def test_an_op_is_inspected_as_it_is_built():
     report = inspect(f"{HERE / 'twins.py'}", ["sm_90"])
     (row,) = report.rows
     assert row["kernel"] == "_scale_fwd_kernel fp32" and row["num_threads"] == 128
-    assert "no spills" in report.answer and report.next.startswith("nearlight bench")
+    assert "no spills" in report.answer
+    assert report.next == f"with a GPU: nearlight bench {HERE / 'twins.py'}"
+
+
+def test_values_of_a_users_cuda_kernels_are_proved_before_they_are_timed(tmp_path):
+    new("gain", "cuda", tmp_path)
+    name = f"{tmp_path / 'gain.py'}"
+    assert inspect(name, ["sm_90"]).next == (
+        f"with a GPU: nearlight check {name} --device cuda && nearlight bench {name}"
+    )
 
 
 def test_builds_of_one_kernel_are_told_apart_by_their_constants(tmp_path):
@@ -155,7 +175,7 @@ def test_an_op_with_a_kernel_that_no_arch_takes_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r'broken.cu\(2\): error: identifier "y" is undefined'):
         inspect(str(file), ["sm_80", "sm_90"])
     broken.unlink()
-    with pytest.raises(BadInput, match="No such file or directory: '.*broken.cu'"):
+    with pytest.raises(BadInput, match="which is to have the kernel broken: No such file"):
         inspect(str(file), ["sm_80"])
     with pytest.raises(BadInput, match="the builds of .*op.py:FAILS fail: TypeError: can only"):
         inspect(f"{file}:FAILS", ["sm_80"])

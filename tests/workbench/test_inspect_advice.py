@@ -62,11 +62,23 @@ def test_a_kernel_is_named_where_there_are_several():
 
 
 def test_a_block_past_its_launch_bounds_or_registers_cannot_be_launched():
-    assert titles(look(num_threads=128)) == ["cannot be launched on sm_90a"]
+    (finding,) = advise([look(num_threads=128)])
+    assert finding.title == "cannot be launched on sm_90a"
+    assert finding.evidence == f"sm_90a: {SUM.place}: 256 threads, __launch_bounds__ allows 128"
+    assert "registers were shared out for the threads" in finding.cause
+    assert finding.next_step == (
+        "launch at most 128 threads in a block, or raise __launch_bounds__ to 256"
+    )
     (finding,) = advise([look(registers=255, build=replace(BUILD, num_threads=512))])
-    assert finding.evidence == f"sm_90a: {SUM.place}: 512 threads × 255 registers"
+    assert finding.evidence == (
+        f"sm_90a: {SUM.place}: 512 threads × 255 registers, more than an SM has"
+    )
+    assert finding.next_step == (
+        "launch fewer threads in a block, or bound its registers by __launch_bounds__(512)"
+    )
     (finding,) = advise([look(build=replace(BUILD, num_threads=2048))])
     assert finding.evidence.endswith(": 2048 threads, a block has 1024")
+    assert finding.next_step == "launch fewer threads in a block"
 
 
 def test_local_memory_without_a_spill_is_an_array():
@@ -74,6 +86,8 @@ def test_local_memory_without_a_spill_is_an_array():
     (finding,) = advise([look(**array)])
     assert finding.title == "a local array on sm_90a"
     assert "384 bytes of stack and no spill: 3 local loads, 2 local stores" in finding.evidence
+    (finding,) = advise([look(stack_bytes=8, instructions={"LDL": 1, "STL": 1})])
+    assert "no spill: 1 local load, 1 local store" in finding.evidence
     assert titles(look(**array, spill_load_bytes=4)) == ["registers spill on sm_90a"]
 
 

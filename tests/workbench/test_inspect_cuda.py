@@ -161,14 +161,14 @@ def test_a_file_of_templates_alone_says_how_to_name_one(tmp_path):
 
 
 def test_the_op_file_that_launches_a_template_is_named(tmp_path):
-    new("gain", "cuda", tmp_path)
-    (tmp_path / "a_note.py").write_text("# about gain.cu\n")
-    *listed, last = refused(f"{tmp_path / 'gain.cu'}:gain_bwd")
-    assert listed[1].startswith("  gain_bwd<typename T, typename Acc> at gain.cu:")
-    assert listed[2] == "name one: nearlight inspect 'gain.cu:gain_bwd<float, float>'"
-    assert last == "or as gain.py launches it: nearlight inspect gain.py:gain_bwd"
-    found = builds(f"{tmp_path / 'gain.py'}:gain_bwd")
-    assert {each.name.partition("<")[0] for each in found} == {"gain_bwd"}
+    new("launched", "cuda", tmp_path)  # a name that no other test takes
+    (tmp_path / "a_note.py").write_text("# about launched.cu\n")
+    *listed, last = refused(f"{tmp_path / 'launched.cu'}:launched_bwd")
+    assert listed[1].startswith("  launched_bwd<typename T, typename Acc> at launched.cu:")
+    assert listed[2] == "name one: nearlight inspect 'launched.cu:launched_bwd<float, float>'"
+    assert last == "or as launched.py launches it: nearlight inspect launched.py:launched_bwd"
+    found = builds(f"{tmp_path / 'launched.py'}:launched_bwd")
+    assert {each.name.partition("<")[0] for each in found} == {"launched_bwd"}
 
 
 def test_a_template_of_a_header_or_a_macro_is_found_by_its_arguments(tmp_path):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nearlight.core import tuned
+from nearlight.core import cuda_sources, tuned
+from nearlight.core.cuda_sources import libcudacxx
 from nearlight.core.errors import BadInput
 from nearlight.workbench import inspect as inspecting
 from nearlight.workbench.inspect_kept import inspect_kept
@@ -76,6 +77,19 @@ def test_an_answer_is_not_kept_where_a_macro_names_a_header(calls, tmp_path):
         (tmp_path / "value.cuh").write_text(f"#define VALUE {value}\n")
         found += inspect_kept(str(tmp_path / "k.cu"), ["sm_80"]).rows
     assert len(calls) == 2 and [row["global_loads"] for row in found] == [0, 1]
+
+
+@pytest.mark.skipif(libcudacxx() is None, reason="CUB comes with an extra")
+def test_an_answer_about_a_kernel_with_cub_is_kept_for_its_version(calls, tmp_path, monkeypatch):
+    file = tmp_path / "k.cu"
+    file.write_text("#include <cub/warp/warp_reduce.cuh>\n__global__ void f(int* x) { *x = 1; }\n")
+    for _ in range(2):
+        inspect_kept(str(file), ["sm_80"])
+    assert len(calls) == 1
+    newer = {**cuda_sources.package_versions(), "nvidia-cuda-cccl": "99.0"}
+    monkeypatch.setattr(cuda_sources, "package_versions", lambda: newer)
+    inspect_kept(str(file), ["sm_80"])
+    assert len(calls) == 2
 
 
 def test_errors_are_not_kept(calls, tmp_path):

@@ -134,6 +134,9 @@ def test_a_constant_is_what_triton_takes_and_a_number_is_typed_as_a_launch_types
         (f"{PY}:_copy_kernel", {"types": "n=int"}, "n=int: allowed are i1.*did you mean i32"),
         (f"{PY}:_copy_kernel", {"types": "x_ptr=*torch.float16"}, "did you mean fp16"),
         (f"{PY}:_copy_kernel", {"constants": "BLOCK=tl.flot32"}, "allowed are numbers"),
+        (f"{PY}:_copy_kernel", {"constants": "num_warps=3"}, "num_warps=3: allowed are 1, 2, 4"),
+        (f"{PY}:_copy_kernel", {"constants": "num_warps=True"}, "num_warps=True: allowed are 1"),
+        (f"{PY}:_product_kernel", {"constants": "num_stages=-1"}, "num_stages=-1: allowed are"),
     ],
 )
 def test_bad_input_is_named(name, options, message):

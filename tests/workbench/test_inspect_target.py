@@ -116,3 +116,57 @@ def test_ops_that_are_loaded_live_on_beside_files_with_ops_of_the_same_names(tmp
     for target, other in ((0, None), (1, None), (0, 1), (1, 0)):
         inspect(str(files[target]), ["sm_90"], None if other is None else str(files[other]))
         assert op.function(torch.ones(1)).item() == 0.5
+
+
+BY_NAME = """
+from nearlight.core.cost import Cost
+from nearlight.core.launch import described_launches, gpu_of_arch
+from nearlight.core.register import register_op
+import torch
+import sys; sys.path.insert(0, {here!r})
+from dataclasses import replace
+import inspected, twins
+from nearlight.core.triton import jit
+copy_kernel = jit(inspected._copy_kernel.fn)
+def forward(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    copy_kernel[(1,)](x, out, x.numel(), BLOCK={block})
+    return out
+register_op("nearlight_test_by_its_name::copy_fwd", forward,
+            fake=torch.empty_like, cost=lambda args, kwargs, out: Cost())
+def builds(arch):
+    with described_launches(gpu_of_arch(arch)) as found:
+        torch.ops.nearlight_test_by_its_name.copy_fwd(torch.empty(100, device="meta"))
+    return found
+OP = replace(twins.OP, builds=builds)
+"""
+
+
+def test_an_op_that_is_called_by_its_name_is_that_of_its_own_file(tmp_path):
+    files = [str(tmp_path / name) for name in ("a.py", "b.py")]
+    for file, block in zip(files, (128, 1024), strict=True):
+        Path(file).write_text(BY_NAME.format(here=str(HERE), block=block))
+    for target, other in (files, files[::-1]):
+        one, two = inspect(target, ["sm_90"], other).rows
+        assert one != {**two, "target": one["target"]}
+        # Of one file alone, too, though the other was read before.
+        (alone,) = inspect(other, ["sm_90"]).rows
+        assert alone["instructions"] == two["instructions"] != one["instructions"]
+
+
+def test_kernels_of_two_folders_are_each_made_of_its_own_neighbours(tmp_path):
+    files = []
+    for block in (128, 1024):
+        folder = tmp_path / str(block)
+        folder.mkdir()
+        (folder / "block_of_it.py").write_text(f"BLOCK = {block}\n")
+        files.append(folder / "op.py")
+        files[-1].write_text(
+            "import block_of_it\nimport triton\nimport triton.language as tl\n@triton.jit\n"
+            "def f(x_ptr: '*fp32', BLOCK: tl.constexpr = block_of_it.BLOCK):\n"
+            "    tl.store(x_ptr + tl.arange(0, BLOCK), 1.0)\n"
+        )
+    for target, other in (files, files[::-1]):
+        one, two = inspect(f"{target}:f", ["sm_90"], f"{other}:f").rows
+        is_larger = one["instructions"] > two["instructions"]
+        assert is_larger == (target == files[1]) and one["instructions"] != two["instructions"]

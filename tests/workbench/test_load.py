@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +13,8 @@ from types import ModuleType
 import pytest
 
 from nearlight.core.errors import BadInput
-from nearlight.workbench.load import home_of, load_op, source_of
+from nearlight.workbench.apart import check_apart
+from nearlight.workbench.load import home_of, load_file, load_op, source_of
 
 TWINS = Path(__file__).with_name("twins.py")
 OP = load_op(str(TWINS))
@@ -119,3 +122,83 @@ def test_a_case_that_is_none_is_bad_input(write_op, part: str, value: str):
     path.write_text(path.read_text("utf-8") + edit, encoding="utf-8")
     with pytest.raises(BadInput, match=f"OP has .* in its {part}, allowed are Cases"):
         load_op(str(path))
+
+
+PARTS = """
+import parts
+import pack.size
+def later():
+    import parts
+    return parts.SIZE, parts.__file__
+SIZES = parts.SIZE, pack.size.SIZE
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("[3, 5], torch.float32", "shape=[3, 5], allowed is a dict of sizes by name"),
+        ("{'rows': 3.0}, torch.float32", "rows=3.0 in its shape, allowed are whole numbers from 0"),
+        ("{'rows': '3'}, torch.float32", "rows='3' in its shape, allowed are whole numbers from 0"),
+        ("{'rows': 3}, 'float32'", "dtype='float32', allowed is a torch.dtype"),
+        ("{'rows': 3}, torch.float32, [1]", "options=[1], allowed is a dict of the function's"),
+    ],
+)
+def test_a_case_of_wrong_types_is_bad_input(write_op, given: str, words: str):
+    file = write_op()
+    text = f"\nOP = __import__('dataclasses').replace(OP, cases=[Case('odd', {given})])\n"
+    file.write_text(file.read_text(encoding="utf-8") + text, encoding="utf-8")
+    with pytest.raises(BadInput, match=re.escape(f"OP has a case 'odd' with {words}")):
+        load_op(str(file))
+
+
+def test_files_of_two_folders_import_each_its_own_neighbours_of_one_name(tmp_path: Path):
+    files = []
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        (folder / "pack").mkdir(parents=True)
+        (folder / "pack" / "__init__.py").touch()
+        for name in ("parts.py", "pack/size.py"):
+            (folder / name).write_text(f"SIZE = {size}\n")
+        files.append(folder / "op.py")
+        files[-1].write_text(PARTS)
+    (tmp_path / "1" / "alone.py").touch()
+    for size in (1, 2, 1):
+        found = load_file(files[size - 1])
+        assert found.SIZES == (size, size)
+        assert found.later() == (size, str(tmp_path / str(size) / "parts.py"))
+    alone = importlib.import_module("alone")  # what has no like in the other folder stays
+    load_file(files[1])
+    assert importlib.import_module("alone") is alone
+    # Of a file that was loaded, and in a folder of its own, too.
+    (tmp_path / "1" / "pack" / "own.py").write_text("from pack.size import SIZE\n")
+    assert load_file(tmp_path / "1" / "pack" / "own.py").SIZE == 1
+
+
+def test_the_users_own_path_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "op.py").write_text("import nearlight_test_parts as parts\n")
+        (tmp_path / name / "nearlight_test_parts.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    before = [*sys.path]
+    parts = load_file(tmp_path / "second" / "op.py").parts
+    assert [p for p in sys.path if p in before] == before and "first" in parts.__file__
+    assert load_file(tmp_path / "first" / "op.py").parts is parts
+    assert load_file(tmp_path / "second" / "op.py").parts is parts
+
+
+def test_the_process_of_a_check_imports_the_neighbours_of_its_own_op(tmp_path: Path, write_op):
+    text = write_op().read_text()
+    files = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        named = text.replace('"twice"', f'"{folder}"')
+        assert named != text
+        (tmp_path / folder / "part_of_it.py").write_text(named)
+        files.append(tmp_path / folder / "op.py")
+        files[-1].write_text("from part_of_it import OP\n")
+        load_op(str(files[-1]))
+    for file in files:
+        report = check_apart(f"{file}:OP", quick=True, only=["determinism"])
+        assert report.answer.startswith(f"{file.parent.name}: ")

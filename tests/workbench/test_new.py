@@ -207,7 +207,7 @@ def test_the_report_names_the_files_the_places_to_edit_and_the_next_command(tmp_
     for place in ", ".join(where).split(", "):
         file, _, line = place.rpartition(":")
         assert "EDIT" in Path(file).read_text().splitlines()[int(line) - 1]
-    assert report.next == f"nearlight check '{tmp_path}/my ops/gain'.py"
+    assert report.next == f"nearlight check '{tmp_path}/my ops/gain.py'"
 
 
 @pytest.mark.parametrize(
@@ -254,17 +254,17 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_line_writes_an_op_that_loads(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "argv", ["nearlight", "new", "gain", "--lang", "cuda", "--dir", str(tmp_path)]
-    )
+    # A name that no other test takes: torch knows one op by a name.
+    command = ["nearlight", "new", "commanded_gain", "--lang", "cuda", "--dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert not stopped.value.code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("gain: a complete op in CUDA C++") and lines[-1].startswith(
-        "nearlight check "
-    )
-    assert isinstance(load_op(str(tmp_path / "gain.py")), Op)
+    assert lines[0].startswith("commanded_gain: a complete op in CUDA C++") and lines[
+        -1
+    ].startswith("nearlight check ")
+    assert isinstance(load_op(str(tmp_path / "commanded_gain.py")), Op)
 
 
 def test_the_cuda_op_finds_its_kernels_from_a_link_elsewhere(written, tmp_path):

@@ -68,7 +68,7 @@ def test_a_missing_output_and_a_wrong_dtype_are_named():
         return x * weight, x + weight
 
     two = dataclasses.replace(op, reference=pair)
-    assert failures(two, "values") == {"values": "1 outputs, the reference has 2"}
+    assert failures(two, "values") == {"values": "1 output, the reference has 2"}
     wide = dataclasses.replace(op, function=lambda x, weight: (x * weight).double())
     assert failures(wide, "values") == {
         "values": "output: dtype torch.float64, the reference gives torch.float32"

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from nearlight.core.op import Case
 from nearlight.workbench.load import load_op
 from nearlight.workbench.property import (
-    Fatal,
-    IsFatal,
     Remarks,
     cover,
-    known_fatal,
-    mark,
     plural,
-    refuse_fatal,
     remark,
     remark_texts,
     remarked,
     resized,
     tile_edges,
 )
-from nearlight.workbench.trial import Trial
 
 OP = load_op(str(Path(__file__).with_name("twins.py")))
 CASE = Case("5x33", {"rows": 5, "columns": 33}, torch.float32)
@@ -63,21 +56,3 @@ def test_a_remark_stands_once_and_is_lost_where_nobody_listens():
             remark(text, arch)
     assert remark_texts(said) == ["one on sm_80, sm_90", "two"]
     assert [plural(number, "kernel") for number in (1, 2)] == ["1 kernel", "2 kernels"]
-
-
-def test_an_input_that_is_known_to_be_fatal_is_not_run_nor_with_another_layout():
-    bent = Trial(CASE, layouts={"x": "transposed"})
-    known_fatal.append(Fatal(mark(bent), "ended", "", ""))
-    try:
-        refuse_fatal(Trial(CASE))
-        with pytest.raises(IsFatal, match="ended"):
-            refuse_fatal(bent)
-        known_fatal.append(Fatal(mark(Trial(CASE)), "hangs", "", ""))
-        for trial in (Trial(CASE), Trial(CASE, layouts={"x": "offset"})):
-            with pytest.raises(IsFatal, match="hangs"):
-                refuse_fatal(trial)
-        with pytest.raises(IsFatal, match="hangs"):
-            tile_edges(OP, [CASE], "cpu")
-        refuse_fatal(Trial(CASE).resized(rows=6))
-    finally:
-        known_fatal.clear()

@@ -18,6 +18,7 @@ from nearlight.core.errors import BadInput
 from nearlight.core.op import Case
 from nearlight.workbench import prove, record
 from nearlight.workbench.apart import check_apart
+from nearlight.workbench.check_report import NOT_APPLICABLE, Header, Row, as_report
 from nearlight.workbench.load import load_op
 from nearlight.workbench.new import new
 from nearlight.workbench.properties import PROPERTIES
@@ -101,9 +102,9 @@ def test_an_op_of_the_users_is_proved_once(write_op: WriteOp, monkeypatch: pytes
 def test_what_was_not_run_without_a_gpu_is_said_each_time_and_kept(tmp_path, monkeypatch):
     new("unrun_gain", "cuda", tmp_path)
     file = tmp_path / "unrun_gain.py"
-    told = re.escape(str(file)) + r"(:OP)?: values, layouts, poison not run: CUDA C\+\+ on CPU"
+    told = re.escape(str(file)) + r"(:OP)?: values, layouts, poison not run: needs a GPU"
     for op in (str(file), str(file), load_op(f"{file}:OP")):  # the first is proved
-        with pytest.warns(UserWarning, match=told):
+        with pytest.warns(UserWarning, match=f"{told}; the rest is proved"):
             nearlight.assert_proved(op, quick=True)
     kept = json.loads((tmp_path / ".nearlight/proofs/unrun_gain.OP.json").read_text())
     found = {row["property"]: row["status"] for row in kept["properties"]}
@@ -118,8 +119,12 @@ def test_what_was_not_run_without_a_gpu_is_said_each_time_and_kept(tmp_path, mon
     assert (
         record.outdated(path, kept["sources"], True, "cuda") == "it was proved on cpu, this is cuda"
     )
+    # Of an op without builds, which names nothing to compile, nothing is proved.
+    bare = replace(load_op(str(file)), name="in memory", builds=lambda arch: [])
+    with pytest.warns(UserWarning, match="in memory: values, layouts, poison .*; nothing is prov"):
+        nearlight.assert_proved(bare, quick=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(AssertionError, match=f"{told} .*; one is here: .*device='cuda'"):
+    with pytest.raises(AssertionError, match=f"{told}; one is here: .*device='cuda'"):
         nearlight.assert_proved(str(file), quick=True)
 
 
@@ -164,6 +169,15 @@ def test_a_record_says_what_a_kernel_takes_and_which_arch_refuses_it():
     (kernel,) = prove.machine_code(load_op(str(TWINS)), "sm_90")["kernels"]
     assert kernel["kernel"] == "_scale_fwd_kernel" and 0 < kernel["registers"] < 64
     assert kernel["constants"]["BLOCK_M"] == "8"
+
+
+def test_where_nothing_could_be_judged_nothing_is_recorded_as_proved():
+    header = Header("gain", "gain.py", False, "cpu", "", {})
+    row = Row(1, "values", NOT_APPLICABLE, 0, "the cases have no size", "", 0.0)
+    kept = prove._record(as_report(header, [row]), {}, {}, "cpu")
+    assert not kept["passed"] and prove._reasons(kept) == "no property could be judged"
+    kept = prove._record(as_report(header, [row, replace(row, status="passed")]), {}, {}, "cpu")
+    assert kept["passed"] and prove._reasons(kept) == ""
 
 
 def test_the_command_line_fails_when_an_op_does():

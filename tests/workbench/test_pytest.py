@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 # Here and not in a test: pytester forgets what a test imports, and torch cannot be loaded twice.
+from nearlight.ops import OPS
 from nearlight.workbench import pytest as plugin
 from nearlight.workbench.new import new
 from nearlight.workbench.properties import PROPERTIES
@@ -71,6 +72,15 @@ def test_a_file_that_is_not_there_is_a_usage_error(run):
     result = run("--nearlight-op", "absent.py")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--nearlight-op absent.py: no file *absent.py"])
+
+
+@pytest.mark.parametrize("source", ["", "swigluu"])
+def test_an_op_that_is_none_of_ours_is_one_usage_error(run, source: str):
+    assert source not in OPS
+    result = run("--nearlight-op", source)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--nearlight-op '{source}': no op called '{source}'; nearest*"])
+    result.stdout.no_fnmatch_line("*FAILED*")
 
 
 def test_the_fixture_proves_files_beside_the_test_and_records(

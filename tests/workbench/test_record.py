@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nearlight.core.cuda_sources import libcudacxx, package_versions
 from nearlight.core.versions import versions
 from nearlight.workbench import record
 from nearlight.workbench.check import list_ops
@@ -36,12 +37,25 @@ def saved(op, folder: Path, **changes) -> None:
 
 
 def test_sources_hold_the_file_its_device_file_and_the_headers_they_include(own_op):
-    assert list(record.sources(own_op)) == [
+    assert record.sources(own_op).keys() - package_versions().keys() == {
         "nearlight/core/include/nearlight/reduce.cuh",
         "scale.cu",
         "scale.cuh",
         "scale.py",
-    ]
+    }
+
+
+def test_a_record_of_cuda_holds_for_the_versions_that_bring_its_compiler_and_headers(
+    own_op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved(own_op, tmp_path)
+    assert record.stale(own_op, tmp_path) == "" and package_versions().items() <= (
+        record.sources(own_op).items()
+    )
+    newer = {**package_versions(), "nvidia-cuda-cccl": "99.0"}
+    monkeypatch.setattr(record.cuda_sources, "package_versions", lambda: newer)
+    assert record.stale(own_op, tmp_path) == "nvidia-cuda-cccl differs from what was proved"
+    assert not newer.keys() & record.sources(load_op("rms_norm")).keys()
 
 
 def test_every_header_in_reach_of_a_device_file_is_a_source(tmp_path: Path):
@@ -58,8 +72,16 @@ def test_every_header_in_reach_of_a_device_file_is_a_source(tmp_path: Path):
         (tmp_path / name).write_text(text, encoding="latin-1")
     (tmp_path / "cu" / "k.cu").symlink_to(tmp_path / "far" / "real.cu")
     (tmp_path / "cu" / "l.h").symlink_to(tmp_path / "far" / "real.h")
-    names = [f"cu/{name}" for name in ("a.h", "b.h", "c.h", "k.cu", "l.h")]
-    assert list(record.file_sources(tmp_path / "my_op.py")) == [*names, "my_op.py"]
+    names = {f"cu/{name}" for name in ("a.h", "b.h", "c.h", "k.cu", "l.h")}
+    found = record.file_sources(tmp_path / "my_op.py").keys()
+    assert found == {*names, "my_op.py", *package_versions()}
+
+
+@pytest.mark.skipif(libcudacxx() is None, reason="CUB comes with an extra")
+def test_a_record_of_a_kernel_with_cub_holds(own_op, tmp_path: Path):
+    (tmp_path / "scale.cuh").write_text("#include <cub/block/block_reduce.cuh>\n")
+    saved(own_op, tmp_path)
+    assert record.stale(own_op, tmp_path) == ""
 
 
 def test_a_header_that_only_the_compiler_knows_never_lets_a_record_hold(own_op, tmp_path: Path):
@@ -79,13 +101,13 @@ def test_sources_of_a_users_file_hold_what_it_imports_and_names_beside_it(tmp_pa
     file.write_text(
         "import json\nimport shared\nfrom kernels import tiles\nCU = 'kernels/axpy.cu'\n"
     )
-    assert list(record.file_sources(file)) == [
+    assert record.file_sources(file).keys() - package_versions().keys() == {
         "kernels/__init__.py",
         "kernels/axpy.cu",
         "kernels/tiles.py",
         "my_op.py",
         "shared.py",
-    ]
+    }
     (tmp_path / "kernels" / "tiles.py").write_text("from . import axpy\nfrom ..other import y\n")
     assert {"other.py"} <= record.file_sources(file).keys()
     file.write_text("x = = 3\n")
@@ -194,4 +216,13 @@ def test_the_ops_are_listed_with_signature_and_proof():
     row = next(row for row in report.rows if row["op"] == "rms_norm")
     assert row["signature"].startswith("rms_norm(x, weight=None, eps=1e-06")
     assert row["proof"] == "proved" or row["proof"].startswith("out of date: ")
+    assert (row["proof"] == "proved") == (row["out_of_date"] == "")
     assert report.answer.startswith(f"{len(report.rows)} ops, ")
+
+
+def test_a_reason_in_brief_counts_the_sources():
+    stale = {"schema": record.SCHEMA, "sources": {"ops/a.py": "1", "ops/b.py": "1"}}
+    for now, brief in (({"ops/a.py": "1"}, "1 source differs"), ({}, "2 sources differ")):
+        reason = record._outdated(stale, now, quick=False)
+        assert "ops/b.py" in reason and record.in_brief(reason) == brief
+    assert record.in_brief("its last proof failed") == "its last proof failed"

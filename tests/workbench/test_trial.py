@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nearlight.core.errors import BadInput
 from nearlight.core.op import Case
 from nearlight.workbench.load import load_op
 from nearlight.workbench.trial import (
@@ -47,7 +48,11 @@ def test_an_option_reaches_the_function_if_it_takes_it():
     def function(x, weight, flag=False):
         return x * weight
 
-    op = replace(OP, function=function)
+    def make(case, device, generator):
+        assert case.options["layout"] == "packed"
+        return OP.make_inputs(case, device, generator)
+
+    op = replace(OP, function=function, make_inputs=make)
     case = replace(CASE, options={"flag": True, "layout": "packed"})
     assert make_inputs(op, Trial(case), "cpu").keys() == {"x", "weight", "flag"}
 
@@ -134,3 +139,21 @@ def test_an_input_the_op_does_not_make_is_rejected():
 
     with pytest.raises(Rejected, match="columns must be even"):
         standard(replace(OP, make_inputs=make), Trial(CASE), "cpu")
+
+
+@pytest.mark.parametrize("made", [None, (1, 2)])
+def test_inputs_that_are_no_dict_are_bad_input(made):
+    op = replace(OP, make_inputs=lambda case, device, generator: made)
+    message = f"make_inputs returned a {type(made).__name__} for case 5x33, allowed is a dict"
+    with pytest.raises(BadInput, match=message):
+        make_inputs(op, Trial(CASE), "cpu")
+
+
+def test_a_reference_that_changes_an_input_in_place_is_bad_input():
+    def in_place(x, weight):
+        with torch.no_grad():
+            weight.mul_(2)
+        return x * weight
+
+    with pytest.raises(BadInput, match="the reference changes weight in place"):
+        standard(replace(OP, reference=in_place), Trial(CASE), "cpu")

@@ -18,7 +18,7 @@ from nearlight.workbench.check_report import NOT_APPLICABLE, ON_A_GPU
 from nearlight.workbench.load import load_op
 from nearlight.workbench.property import Property
 from nearlight.workbench.trial import Rejected, Trial
-from nearlight.workbench.verdict import _describe, prove_property
+from nearlight.workbench.verdict import prove_property
 
 TWINS = Path(__file__).with_name("twins.py")
 OP = load_op(str(TWINS))
@@ -129,18 +129,6 @@ def cuda_op(tmp_path: Path):
     return dataclasses.replace(OP, function=scale)
 
 
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        ("k.cu does not compile:\n\nk.cu(3): error: no ';'\n  x\n", "k.cu(3): error: no ';'"),
-        ("at 4:2:\n  x = c(y)\n      ^\nNameError('c')", "NameError('c') (at 4:2 of the kernel)"),
-        ("first\nsecond", "first"),
-    ],
-)  # fmt: skip
-def test_of_a_compilers_message_the_line_that_tells_is_said(message, told):
-    assert _describe(ValueError(message), OP, "cpu") == f"ValueError: {told}"
-
-
 def test_a_value_error_of_a_backward_is_no_refusal():
     """Nor one of a launcher: only what a function says before it launches anything."""
 
@@ -192,29 +180,50 @@ def test_a_property_that_catches_what_cannot_run_does_not_judge_it(cuda_op, swal
     assert row.needs_gpu
 
 
-def test_a_backward_with_too_few_gradients_is_told_how_many_are_needed():
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            return x * weight
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy
-
-    op = dataclasses.replace(OP, function=lambda x, weight: Scale.apply(x, weight))
-    rows = check(op, only=["values", "torch"]).rows
-    assert rows[0]["reason"].startswith(
-        "raised RuntimeError: the backward returned 1 gradient, needed are 2: one for each "
-        "argument of its forward, in order, or None; x, weight require one"
-    )
-    assert rows[1]["same_as"] == "values"
-
-
 def test_a_function_without_return_misses_its_output():
     op = dataclasses.replace(OP, function=lambda x, weight: None)
     (row,) = check(op, only=["values"]).rows
     assert row["reason"].startswith("output: missing (the function returned None")
+
+
+def _causes(op) -> dict[str, str]:
+    """Return for each broken property its reason, or the one whose cause it has."""
+    rows = [row for row in check(op, quick=True).rows if row["status"] == "failed"]
+    return {row["property"]: row.get("same_as") or row["reason"] for row in rows}
+
+
+def test_results_that_differ_in_number_have_one_cause(plain_op):
+    op = plain_op(lambda x: (2 * x, x.detach() + 1), lambda x: 2 * x)
+    as_values = dict.fromkeys(("layouts", "poison"), "values")
+    assert _causes(op) == {"values": "2 outputs, the reference has 1", **as_values}
+
+
+@pytest.mark.parametrize("part", ["make_inputs", "reference"])
+def test_a_part_of_the_record_that_is_not_written_yet_is_one_cause(plain_op, part: str):
+    def todo(*_, **__):
+        raise NotImplementedError("todo")
+
+    op = dataclasses.replace(plain_op(lambda x: 2 * x), **{part: todo})
+    causes = _causes(op)
+    assert causes.pop("values").startswith(f"{part}: todo at test_verdict.py:")
+    assert causes == dict.fromkeys(("layouts", "poison"), "values")
+
+
+def test_what_an_op_raises_while_inputs_are_chosen_is_the_cause_that_it_is_elsewhere(plain_op):
+    def function(x):
+        raise StopIteration("odd")
+
+    causes = _causes(plain_op(function, lambda x: 2 * x))
+    assert causes.pop("values").startswith("raised StopIteration: odd at test_verdict.py:")
+    assert causes == dict.fromkeys(("layouts", "poison"), "values")
+
+
+def test_the_users_interrupt_is_no_finding(plain_op):
+    def function(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check(plain_op(function, lambda x: 2 * x), only=["values"])
 
 
 @pytest.mark.parametrize("kind", [GeneratorExit, BaseException, SystemExit])

@@ -36,10 +36,19 @@ def tables(report: Report) -> Iterator[Text | Table]:
 
 
 def _headings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what tells the rows apart, without the folders of files where that is enough."""
+    """Return the least that tells the rows apart: files without shared folders, or kernels."""
     names = [row.get("target", row["arch"]) for row in rows]
-    short = [name.rpartition("/")[2] for name in names]
-    return short if len(set(short)) == len(set(names)) else names
+    files = [name.partition(":")[0] for name in names]
+    if len(set(files)) < len(set(names)):  # the title has no file, so that one is not missed
+        rests = [name.partition(":")[2] for name in names]
+        return rests if all(rests) else names
+    short = [file.rpartition("/")[2] for file in files]
+    if len(set(short)) == len(set(files)):
+        return short
+    parts = [file.split("/") for file in files]
+    while min(map(len, parts)) > 1 and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    return ["/".join(part) for part in parts]
 
 
 def _cell(key: str, row: Mapping[str, Any]) -> str:

@@ -19,7 +19,9 @@ TOP_OPS = 8
 WORTH_A_REMARK = 0.005
 # A cell of more characters may be broken into lines.
 MAX_UNBROKEN = 26
-_UNDRAWN = ("reproduce", "needs_gpu", "same_as")
+_UNDRAWN = ("reproduce", "needs_gpu", "same_as", "out_of_date")
+# Its place shall not depend on what it says.
+_LAST = "reason"
 _SHORT = {"number": "#", "num_trials": "trials"}
 
 
@@ -56,10 +58,9 @@ def draw(report: Report, console: Console, written: Sequence[str] = ()) -> None:
     if report.proof:
         console.print()
         _proof(console, report.proof)
-    # One line for each cause; the first is the next step.
-    others = [str(row.get("reproduce", "")) for row in report.rows if "same_as" not in row]
-    lines = [line for line in others if line != report.next]
-    lines = [line for line in (*lines, *written, report.next) if line]
+    shown = _shown_again(report.rows)
+    is_shown = any(line.startswith(report.next) for line in shown)
+    lines = [*written, *shown, *([report.next] if report.next and not is_shown else [])]
     if lines:
         console.print()
     for line in lines:
@@ -206,19 +207,27 @@ def _proof(console: Console, proof: Proof) -> None:
             console.print(Padding(line, (0, 0, 0, 3), expand=False), highlight=False)
 
 
+def _shown_again(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line of Python for each cause in the rows' order, marked where there are several."""
+    causes = [row for row in rows if row.get("reproduce") and "same_as" not in row]
+    if len(causes) < 2:
+        return [str(row["reproduce"]) for row in causes]
+    return [f"{row['reproduce']}  # {row['number']} {row['property']}" for row in causes]
+
+
 def _referred(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row that has the cause of another with the name of that one as its reason."""
     return {**row, "reason": f"as {row['same_as']}"} if "same_as" in row else row
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Draw rows with no column that is empty, the longest texts last: they alone are broken."""
+    """Draw rows with no column that is empty; the longest texts alone are broken, and come last."""
     texts = {
         key: [cell(key, row.get(key)) for row in rows]
         for key in dict.fromkeys(key for row in rows for key in row if key not in _UNDRAWN)
     }
     widths = {key: max(map(len, column)) for key, column in texts.items() if any(column)}
-    order = sorted(widths, key=lambda key: widths[key] * (widths[key] > MAX_UNBROKEN))
+    order = sorted(widths, key=lambda k: (k == _LAST, widths[k] * (widths[k] > MAX_UNBROKEN)))
     table = _table(*(_SHORT.get(key) or key.removesuffix("_bytes").replace("_", " ")
                      for key in order))  # fmt: skip
     table.padding = (0, 1, 0, 0)

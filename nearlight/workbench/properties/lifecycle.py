@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 from nearlight.core.op import Inputs, Op
 from nearlight.workbench import settings
-from nearlight.workbench.compare import Compared, changed_since, copies, same_bits, settle
+from nearlight.workbench.compare import (
+    Compared,
+    changed_since,
+    copies,
+    same_bits,
+    settle,
+    shared_with,
+)
 from nearlight.workbench.property import Property, base_cases, remark
 from nearlight.workbench.trial import (
     Result,
@@ -93,12 +100,11 @@ def _without_graph(
     before = copies(expected.inputs)
     with mode():
         outputs = call(op.function, fresh(expected.inputs, differentiable(expected.inputs)))
-    if any(output.requires_grad for output in outputs):
-        return "the output requires a gradient"
-    plain = [output.detach() for output in outputs]
     if changed := changed_since(before, expected.inputs):
-        return f"{changed} was changed"
-    return Compared(Result(plain, {}), expected)
+        return f"under {mode.__name__} {changed} was changed in place"
+    if any(output.requires_grad for output in outputs):
+        return f"under {mode.__name__} the output requires a gradient"
+    return Compared(Result([output.detach() for output in outputs], {}), expected)
 
 
 def _frozen(op: Op, expected: Standard, frozen: list[str]) -> Compared | str:
@@ -204,14 +210,12 @@ def _alias(op: Op, expected: Standard) -> str:
     """Outputs own their memory, and a second call leaves the first one's result alone."""
     leaves = fresh(expected.inputs)
     outputs = call(op.function, leaves)
-    places = {_storage(tensor): name for name, tensor in tensors(leaves).items() if tensor.numel()}
-    for index, output in enumerate(outputs):
-        if output.numel() and _storage(output) in places:
-            return f"output {index} shares its memory with {places[_storage(output)]}"
+    if shared := shared_with(outputs, leaves):
+        return shared
     kept = [output.detach().clone() for output in outputs]
-    again = call(op.function, leaves)
-    for index, (output, old, new) in enumerate(zip(outputs, kept, again, strict=True)):
-        if output.numel() and _storage(output) == _storage(new):
+    results = zip(outputs, kept, call(op.function, leaves), strict=True)
+    for index, (output, old, new) in enumerate(results):
+        if shared_with([new], {"": output}):
             return f"output {index} of two calls is the same memory"
         if not same_bits(output.detach(), old):
             return f"a second call changed output {index} of the first"
@@ -380,10 +384,6 @@ STEPS: dict[str, tuple[Callable[[Op, Standard], Compared | str], bool]] = {
     NEW_VALUES: (partial(_follows_values, num_calls=2), False),
     MANY_CALLS: (partial(_follows_values, num_calls=12), False),
 }
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:

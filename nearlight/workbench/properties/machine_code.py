@@ -8,6 +8,7 @@ from triton.compiler.errors import CompilationError
 
 from nearlight.core.builds import check_budget, compile_build
 from nearlight.core.cuda import Kernel
+from nearlight.core.cuda_messages import errors_in
 from nearlight.core.machine_code import ARCHES
 from nearlight.core.op import Op
 from nearlight.workbench.bad_source import BadSource, builds_of, refuse_builds
@@ -35,10 +36,10 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     """Compile the builds for the arch that `step` names, and hold each to its budget."""
     arch = trial.step.removesuffix(FIRST_OF_EACH)
     try:
-        builds = builds_of(op, arch)
+        builds = named = builds_of(op, arch)
         if arch != trial.step:
-            named = {build.name.partition("<")[0]: build for build in reversed(builds)}
-            builds = [*named.values()]
+            first = {build.name.partition("<")[0]: build for build in reversed(named)}
+            builds = [*first.values()]
         codes = [compile_build(build, arch) for build in builds]
     except BadSource:
         raise
@@ -46,7 +47,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         reason = str(error).strip().splitlines()
         if arch != MAY_BE_REFUSED:
             refuse_builds(op)
-            told = next((line.strip() for line in reason if ": error:" in line), " ".join(reason))
+            told = next(iter(errors_in(str(error))), " ".join(reason))
             return f"{op.name} does not compile for {arch}: {told}"
         remark(f"{arch} is refused: {reason[0]}")
         return ""
@@ -59,11 +60,15 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         more = f" ({len(violations) - 1} more)" if len(violations) > 1 else ""
         return violations[0] + more
     if codes:
-        registers, spills = (
-            max(getattr(c, n) for c in codes) for n in ("registers", "spill_bytes")
+        registers, spills, array = (
+            max(getattr(c, n) for c in codes) for n in ("registers", "spill_bytes", "array_bytes")
         )
         kernels = plural(len(codes), "kernel")
-        remark(f"{kernels}, {spills} bytes of spills" if spills else f"{kernels}, no spills")
+        if len(builds) < len(named):
+            kernels = f"the first build of {'each of ' * (len(codes) > 1)}{kernels}"
+        remark(f"{kernels}, {f'{spills} bytes of' if spills else 'no'} spills", arch)
+        if array:
+            remark(f"a local array of {array:,} bytes", arch)
         remark(f"at most {registers} registers", arch)
     return ""
 

@@ -9,6 +9,7 @@ import torch
 
 from nearlight.core.op import Op
 from nearlight.workbench.compare import Compared, settle
+from nearlight.workbench.guard import Guard
 from nearlight.workbench.property import (
     MAX_DERIVED_SIZE,
     Property,
@@ -19,6 +20,8 @@ from nearlight.workbench.property import (
     tile_edges,
 )
 from nearlight.workbench.trial import (
+    Result,
+    Standard,
     Trial,
     kernels,
     run,
@@ -50,16 +53,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
 
 
 def _between_zones(op: Op, trial: Trial, device: str) -> Compared | str:
-    expected = standard(op, trial, device)
-    with kernels() as zones, torch.enable_grad():
-        placed = dict(expected.inputs)
-        for name, tensor in tensors(expected.inputs).items():
-            placed[name] = zones.place(tensor, name).requires_grad_(tensor.requires_grad)
-        upstream = [
-            None if gradient is None else zones.place(gradient, "the upstream gradient")
-            for gradient in expected.upstream
-        ]
-        actual = run(op.function, placed, upstream)
+    zones, actual, expected = _guarded(op, trial, device)
     if broken := zones.broken():
         return f"wrote {broken[0]}"
     if zones.reads:
@@ -78,6 +72,26 @@ def _between_zones(op: Op, trial: Trial, device: str) -> Compared | str:
                 "what was read beyond a tensor or before it was written"
             )
     return Compared(actual, expected)
+
+
+def written_beyond(op: Op, trial: Trial, device: str) -> str:
+    """Return what an input has the op write beyond a tensor, or ""."""
+    zones, _, _ = _guarded(op, trial, device)
+    return "; ".join(zones.broken())
+
+
+def _guarded(op: Op, trial: Trial, device: str) -> tuple[Guard, Result, Standard]:
+    expected = standard(op, trial, device)
+    with kernels() as zones, torch.enable_grad():
+        placed = dict(expected.inputs)
+        for name, tensor in tensors(expected.inputs).items():
+            placed[name] = zones.place(tensor, name).requires_grad_(tensor.requires_grad)
+        upstream = [
+            None if gradient is None else zones.place(gradient, "the upstream gradient")
+            for gradient in expected.upstream
+        ]
+        actual = run(op.function, placed, upstream)
+    return zones, actual, expected
 
 
 PROPERTY = Property(

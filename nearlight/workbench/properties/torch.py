@@ -21,7 +21,8 @@ from nearlight.workbench.compare import Compared, settle
 from nearlight.workbench.flat import refused_layouts
 from nearlight.workbench.gpu_steps import DEVICE_STEPS, GPU_STEPS
 from nearlight.workbench.launches import launches
-from nearlight.workbench.property import Property, base_cases, cover, wrong_number_of_gradients
+from nearlight.workbench.property import Property, base_cases, cover
+from nearlight.workbench.raised import meant_by_torch
 from nearlight.workbench.trial import (
     Rejected,
     Result,
@@ -92,7 +93,7 @@ def examine(op: Op, trial: Trial, device: str) -> str:
     except (Rejected, NoEmulator):
         raise
     except Exception as error:  # whatever torch or the op raises is the finding
-        told = wrong_number_of_gradients(error, op, device)
+        told = meant_by_torch(error, op, device)
         reason = f"{type(error).__name__}: {told}" if told else _in_one_line(error)
     return f"{trial.step}: {reason}" if reason else ""
 

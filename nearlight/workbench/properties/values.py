@@ -9,12 +9,21 @@ from math import inf, isfinite
 import torch
 
 from nearlight.core.op import Op
-from nearlight.workbench.compare import CANCELLED, Compared, settle
+from nearlight.workbench.compare import (
+    CANCELLED,
+    Compared,
+    changed_since,
+    copies,
+    settle,
+    shared_with,
+)
 from nearlight.workbench.property import Property, cover, is_wide, provable
 from nearlight.workbench.trial import (
     UPSTREAM,
     VALUES,
     Trial,
+    call,
+    fresh,
     kernels,
     run,
     scaled,
@@ -64,14 +73,29 @@ def examine(op: Op, trial: Trial, device: str) -> str:
         with kernels(), torch.enable_grad():
             return Compared(run(op.function, expected.inputs, expected.upstream), expected)
 
-    reason = settle(compute, trial)
+    def owned(trial: Trial) -> Compared | str:
+        compared = compute(trial)
+        return shared_with(compared.actual.outputs, compared.expected.inputs) or compared
+
+    reason = settle(owned, trial)
     if not reason:
         return ""
+    if changed := _changed(op, trial, device):
+        return f"the forward changed {changed} in place; {reason}"
     # A small result shows its kind in several draws.
     draws = [compute(replace(trial, seed=trial.seed + index)) for index in range(NUM_DRAWS)]
     name = reason.partition(":")[0].removeprefix("gradient of ").removesuffix(CANCELLED)
     hint = _kind(op, draws, name)
     return f"{reason}; {hint}" if hint else reason
+
+
+def _changed(op: Op, trial: Trial, device: str) -> str:
+    """Return the input that the forward changes, or "": what comes after it is then wrong, too."""
+    inputs = standard(op, trial, device).inputs
+    before = copies(inputs)
+    with kernels(), torch.enable_grad():
+        call(op.function, fresh(inputs))
+    return changed_since(before, inputs)
 
 
 def _kind(op: Op, draws: Sequence[Compared], name: str) -> str:
@@ -93,6 +117,9 @@ def _kind(op: Op, draws: Sequence[Compared], name: str) -> str:
     if any(pair is None for pair in pairs):
         return ""
     ours, right = (torch.cat(side) for side in zip(*filter(None, pairs), strict=True))
+    largest = float(right.abs().max()) if right.numel() else 0.0
+    if largest and isfinite(largest):  # or squares in fp64 leave its range
+        ours, right = ours / largest, right / largest
     norm = float(right.norm())
     error = float((ours - right).norm()) / norm if norm else inf
     factor = float(ours @ right) / norm**2 if norm else inf

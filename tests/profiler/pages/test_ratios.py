@@ -92,3 +92,5 @@ def test_the_reason_of_a_check_is_the_wide_last_column():
     assert len(lines) <= 7  # the reason is broken between words, into few lines
     assert " ".join(" ".join(lines[3:]).split()).endswith("127 in bfloat16")
     assert "reason" not in drawn("check", rows[:1])[0]  # an empty column is none
+    head = drawn("check", [{**rows[1], "reason": "as values"}])[0]
+    assert head.split()[-2:] == ["seconds", "reason"]  # wherever the reasons are short

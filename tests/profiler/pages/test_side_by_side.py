@@ -37,6 +37,16 @@ def test_two_targets_have_the_columns_and_advice_promises_nothing():
     assert re.search(r"^ +a\.cu +b\.cu", drawn(Report("inspect", "x", rows=long)), re.MULTILINE)
     alike = [{**row, "target": f"{folder}/a.cu"} for row, folder in zip(rows, "xy", strict=True)]
     assert re.search(r"x/a\.cu +y/a\.cu", drawn(Report("inspect", "x", rows=alike)))
+    for targets, headings in (
+        (("/h/x/a.cu:f<int>", "/h/y/a.cu:f<int, float>"), r"x/a\.cu +y/a\.cu"),
+        (("/h/x/a.cu:f<int>", "/h/y/b.cu:g"), r"^ +a\.cu +b\.cu"),
+        (("/h/x/a.cu:f<int>", "/h/x/a.cu:f<float>"), r"^ +f<int> +f<float>"),
+        (("/h/a.py", "/h/a.py again"), r"a\.py +a\.py again"),
+        (("a.py", "a.py:OTHER"), r"a\.py +a\.py:OTHER"),
+    ):
+        pair = [{**row, "target": name} for row, name in zip(rows, targets, strict=True)]
+        text = drawn(Report("inspect", "x", rows=pair))
+        assert re.search(headings, text, re.MULTILINE) and text.count("a.cu") < 3, text
     finding = Finding("spills", "8 bytes", "why so", "", 0.0, 0, next_step="fewer values")
     text = drawn(Report("inspect", "x", rows=rows, findings=[finding]))
     assert re.search(r"a\.cu +b\.cu", text)

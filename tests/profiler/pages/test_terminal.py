@@ -154,19 +154,21 @@ def test_rows_of_other_verbs_are_a_table():
 
 def test_a_row_with_the_cause_of_another_names_that_one_and_lines_stand_once():
     rows = [
-        {"property": "values", "reason": "output: wrong", "reproduce": "first()"},
+        {"number": 1, "property": "values", "reason": "output: wrong", "reproduce": "first()"},
         {
+            "number": 2,
             "property": "layouts",
             "reason": "x: wrong",
             "reproduce": "as_first()",
             "same_as": "values",
         },
-        {"property": "poison", "reason": "past the end", "reproduce": "other()"},
+        {"number": 7, "property": "poison", "reason": "past the end", "reproduce": "other()"},
     ]
     text = drawn(Report("check", "a", rows=rows, next="first()"))
     assert re.search("layouts +as values", text) and "as_first" not in text
     assert (text.count("first()"), text.count("other()")) == (1, 1)
-    assert text.rstrip().endswith("first()")
+    assert text.rstrip().endswith("\nfirst()  # 1 values\nother()  # 7 poison")
+    assert drawn(Report("check", "a", rows=rows[:2], next="first()")).endswith("\nfirst()\n")
 
 
 def test_time_without_a_cost_model_and_a_slower_profiled_step_are_said():

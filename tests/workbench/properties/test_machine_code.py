@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nearlight.core.builds import compile_build
 from nearlight.core.cuda import Kernel
 from nearlight.core.errors import BadInput
 from nearlight.core.op import KernelBuild
@@ -22,7 +23,7 @@ CUDA = Path(__file__).parents[1] / "kernels" / "atomics.cu"
 
 def scale(**fields):
     twin = sys.modules[load_op(str(TWINS)).reference.__module__].twin("")
-    return dataclasses.replace(twin, **fields)
+    return replace(twin, **fields)
 
 
 def cuda_builds(kernel: str, **fields):
@@ -35,7 +36,38 @@ def test_every_arch_is_summed_up_in_the_row():
     assert (row["status"], row["num_trials"]) == ("passed", 6)
     for arch in machine_code.ARCHES:
         assert arch in row["reason"]
-    assert row["reason"].startswith("1 kernel, no spills; at most ")
+    archs = ", ".join(machine_code.ARCHES)
+    assert row["reason"].startswith(f"1 kernel, no spills on {archs}; at most ")
+
+
+def test_each_arch_has_its_own_spills_and_registers(monkeypatch: pytest.MonkeyPatch):
+    def compiled(build, arch):
+        code = compile_build(build, arch)
+        return replace(code, spill_store_bytes=8, registers=255) if arch == "sm_75" else code
+
+    monkeypatch.setattr(machine_code, "compile_build", compiled)
+    op = scale(builds=cuda_builds("adds_floats", max_spill_bytes=8))
+    (row,) = check(op, only=["machine code"]).rows
+    rest = ", ".join(arch for arch in machine_code.ARCHES if arch != "sm_75")
+    for told in ("8 bytes of spills on sm_75", "255 registers on sm_75", f"no spills on {rest}"):
+        assert f"{told};" in f"{row['reason']};", row
+
+
+def test_a_local_array_is_named_beside_no_spills():
+    build = KernelBuild(Kernel(CUDA.with_name("inspected.cu"), "local_array"), {}, {})
+    (row,) = check(scale(builds=lambda arch: [build]), only=["machine code"], quick=True).rows
+    assert row["reason"].startswith(
+        "1 kernel, no spills on sm_90; a local array of 384 bytes on sm_90; at most "
+    )
+
+
+def test_a_launch_past_its_launch_bounds_is_a_broken_budget():
+    build = KernelBuild(
+        Kernel(CUDA.with_name("inspected.cu"), "copy<int>"), {}, {}, num_threads=512
+    )
+    (row,) = check(scale(builds=lambda arch: [build]), only=["machine code"], quick=True).rows
+    assert row["status"] == "failed"
+    assert row["reason"] == "copy<int> on sm_90: 512 threads, __launch_bounds__ allows 256"
 
 
 def test_a_broken_budget_is_named():
@@ -109,6 +141,8 @@ def test_the_quick_check_compiles_the_first_build_of_each_kernel():
     op = scale(builds=builds)
     (row,) = check(op, only=["machine code"], quick=True).rows
     assert (row["status"], row["num_trials"]) == ("passed", 1)
-    assert row["reason"].startswith("2 kernels, no spills")
+    assert row["reason"].startswith("the first build of each of 2 kernels, no spills on sm_90; ")
+    (row,) = check(scale(builds=cuda_builds("adds_floats")), only=["machine code"], quick=True).rows
+    assert row["reason"].startswith("1 kernel, no spills on sm_90; ")  # it has no other build
     (row,) = check(op, only=["machine code"]).rows
     assert row["status"] == "failed" and "allowed 2" in row["reason"]

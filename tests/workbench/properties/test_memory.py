@@ -45,3 +45,23 @@ def test_what_is_no_number_of_bytes_is_bad_input(declared):
     message = rf"scale.*: extra_bytes of case .* returned {declared}, allowed is a whole number"
     with pytest.raises(BadInput, match=message):
         check(scale(extra_bytes=lambda case: declared), only=["memory"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        (lambda kept, x, y: kept.append(y.detach()), "output 0"),
+        (lambda kept, x, y: kept.append(x.detach()), "x"),
+        (lambda kept, x, y: (kept.clear(), kept.append(y)), ""),  # one call is a cache
+    ],
+)
+def test_memory_that_grows_with_the_calls_is_a_leak(plain_op, failures, keep, words):
+    kept = []
+
+    def twice(x):
+        y = 2 * x
+        keep(kept, x, y)
+        return y
+
+    reason = failures(plain_op(twice, lambda x: 2 * x), "memory").get("memory", "")
+    assert reason == (f"after each of 4 calls stays in memory: {words}" if words else "")

@@ -118,3 +118,11 @@ def test_an_op_that_reads_values_says_that_its_grids_are_not_known(plain_op):
     (row,) = check(plain_op(function, lambda x: 2 * x, cases=[case]), only=["shapes"]).rows
     assert row["status"] == "passed"
     assert "the grids of its cases are not known: " in row["reason"]
+
+
+def test_an_output_that_is_the_input_at_one_size_is_found(plain_op, failures):
+    def same(x):
+        return x.view_as(x) if x.shape[0] == 1 else x.clone()
+
+    op = plain_op(same, lambda x: x.clone())
+    assert failures(op, "shapes") == {"shapes": "output 0 shares its memory with x"}

@@ -76,3 +76,13 @@ def test_an_op_of_no_sizes_is_proved(plain_op, failures):
         lambda x: x.tan(), lambda x: x.sin(), make_inputs=make_inputs, check_cases=cases
     )
     assert failures(wrong, "values")["values"].startswith("output: ")
+
+
+def test_a_changed_input_comes_before_what_is_wrong_after_it(plain_op, failures):
+    def doubles_x_too(x):
+        x.detach().mul_(2)
+        return x * 1.0
+
+    found = failures(plain_op(doubles_x_too, lambda x: x * 1.0), "values", "lifecycle")
+    assert found["values"].startswith("the forward changed x in place; output: ")
+    assert "under no_grad x was changed in place" in found["lifecycle"]
