@@ -171,10 +171,11 @@ class Builder(InterpreterBuilder):
         """Load; what is masked off without an `other` is undefined on a GPU and NaN or −1 here."""
         if self.on_load is not None:
             self.on_load(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
-        if other is None and not self.has_other:
+        if other is None:
             dtype = numpy_dtype(ptrs.get_element_ty())
-            undefined = np.full(ptrs.data.size * dtype.itemsize, UNDEFINED_BYTE, np.uint8)
-            other = TensorHandle(undefined.view(dtype).reshape(ptrs.data.shape), ptrs.dtype)
+            byte = 0 if self.has_other else UNDEFINED_BYTE
+            filled = np.full(ptrs.data.size * dtype.itemsize, byte, np.uint8)
+            other = TensorHandle(filled.view(dtype).reshape(ptrs.data.shape), ptrs.dtype)
         return super().create_masked_load(ptrs, mask, other, *hints, **named)
 
     def binary_op(self, lhs: Any, rhs: Any, op: Callable[..., Any]) -> TensorHandle:
