@@ -89,6 +89,7 @@ def patched() -> Iterator[None]:
             [
                 (stock, "interpreter_builder", types.builder),
                 (stock, "interpreter_semantic", types.semantic),
+                (stock, "TritonSemantic", types.Semantic),  # triton 3.6 makes its own per call
                 (stock, "_get_np_dtype", numpy_dtype),
                 (tl.block_type, "__init__", types.init_block_type),
                 (tl.tensor, "__init__", types.init_tensor),
