@@ -85,8 +85,8 @@ def _tanh(x, ACC: tl.constexpr):
 
 
 @jit
-def transform(raw, mask, ACC: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Return the final logits of a tile, −inf outside `mask`, and the derivative of the cap."""
+def final_logits(raw, ACC: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return the final logits of a tile, and the derivative of the cap."""
     logits = raw.to(ACC)
     slope = logits
     if SCALE != 1.0:
@@ -94,6 +94,13 @@ def transform(raw, mask, ACC: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.con
     if SOFTCAP is not None:
         bent, slope = _tanh(logits / SOFTCAP, ACC)
         logits = bent * SOFTCAP
+    return logits, slope
+
+
+@jit
+def transform(raw, mask, ACC: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return `final_logits`, −inf outside `mask`."""
+    logits, slope = final_logits(raw, ACC, SCALE, SOFTCAP)
     return tl.where(mask, logits, -float("inf")), slope
 
 

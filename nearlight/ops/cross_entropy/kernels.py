@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton.language as tl
 
 from nearlight.core.triton import jit
+from nearlight.ops._logits import final_logits
 from nearlight.ops.cross_entropy.tiles import (
     ALIGNMENT,
     sums,
-    transform,
     write_gradient,
     write_zeros,
 )
@@ -33,7 +33,7 @@ def _read_labels(
     target = tl.where(is_inside, label, -N - 64).to(tl.int32)
     row_ptr = logits_ptr + rows * stride_m
     raw = tl.load(row_ptr + label, is_inside, other=0.0)
-    target_logit, _slope = transform(raw, ACC, SCALE, SOFTCAP)
+    target_logit, _slope = final_logits(raw, ACC, SCALE, SOFTCAP)
     shift = tl.program_id(0) * 0
     if ALIGNS:  # rows that start anywhere: tiles do not
         shift = (tl.program_id(0).to(tl.int64) * stride_m % ALIGNMENT).to(tl.int32)

@@ -13,25 +13,12 @@ from __future__ import annotations
 import triton.language as tl
 
 from nearlight.core.triton import jit
-from nearlight.ops._logits import _tanh
+from nearlight.ops._logits import final_logits
 from nearlight.ops._softmax import exp
 
 # Tiles of rows that start anywhere are moved to multiples of so many elements, which are whole
 # vectors of 16 bytes in any dtype.
 ALIGNMENT: tl.constexpr = tl.constexpr(16)
-
-
-@jit
-def transform(raw, ACC: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Return the final logits of a tile and the derivative of the cap."""
-    logits = raw.to(ACC)
-    slope = logits
-    if SCALE != 1.0:
-        logits = logits * SCALE
-    if SOFTCAP is not None:
-        bent, slope = _tanh(logits / SOFTCAP, ACC)
-        logits = bent * SOFTCAP
-    return logits, slope
 
 
 @jit
@@ -122,7 +109,7 @@ def _add_tile(
     """Add a tile to the lanes' sums (see `sums`)."""
     places, mask = _places(start, shift, end, BLOCK_R, BLOCK_C)
     raw = _load(row_ptr, places, mask, shift, end, MASKED, ALIGNS, POLICY)
-    logits, _slope = transform(raw, ACC, SCALE, SOFTCAP)
+    logits, _slope = final_logits(raw, ACC, SCALE, SOFTCAP)
     cols = places - shift
     if HAS_ARGMAX:
         value = raw.to(ACC) * (SCALE > 0) - raw.to(ACC) * (SCALE < 0)
@@ -214,7 +201,7 @@ def _gradient_tile(
     POLICY: tl.constexpr = "evict_first" if KEEPS else ""
     places, mask = _places(start, shift, end, BLOCK_R, BLOCK_C)
     raw = _load(row_ptr, places, mask, shift, end, MASKED, ALIGNS, POLICY)
-    logits, slope = transform(raw, ACC, SCALE, SOFTCAP)
+    logits, slope = final_logits(raw, ACC, SCALE, SOFTCAP)
     cols = places - shift
     gradient = exp(logits - maximum[:, None, None], ACC) * factor[:, None, None]
     if _has_target(target, start, shift, BLOCK_R * BLOCK_C):
