@@ -117,8 +117,9 @@ def _measure(actual: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> t
     # A row that cancels to nothing is judged at the noise of sums in fp32 beside the largest row,
     # which also bf16 kernels accumulate in; any other row at its own scale.
     largest = max(float(_finite(block).abs().max()) for block in truth_blocks)
-    # All measures are relative: at its own scale no square leaves the range of fp64.
-    unit = 2.0 ** (frexp(largest)[1] - 1) if largest else 1.0
+    # All measures are relative: at its own scale no square leaves the range of fp64. A GPU divides
+    # by a number as it multiplies by its reciprocal, which must be finite, too.
+    unit = 2.0 ** max(frexp(largest)[1] - 1, -1022) if largest else 1.0
     largest /= unit
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(torch.float64).tiny
     floor = max(largest * min(eps, torch.finfo(torch.float32).eps), tiny)
@@ -145,7 +146,7 @@ def _block_errors(
 
     All but the tensors are in terms of `unit`, a power of two.
     """
-    wide, truth = actual.to(truth.device, torch.float64) / unit, truth / unit
+    wide, truth = actual.to(truth.device, torch.float64) * (1 / unit), truth * (1 / unit)
     # Equal infinities agree; any other non-finite difference stays one and fails the rule.
     difference = torch.where(wide == truth, 0.0, wide - truth)
     finite = _finite(truth)

@@ -363,3 +363,12 @@ def test_draws_near_the_end_of_fp64_are_taken_together():
     right, wrong = truth * (1 - 2.3e-16), truth * 0.9
     assert numerics.together([numerics.judge(right, right, truth)] * 3).passed
     assert not numerics.together([numerics.judge(wrong, right, truth)] * 3).passed
+
+
+@pytest.mark.parametrize("smallest", [5e-324, 7.8e-309, 3e-308])
+def test_what_is_too_small_for_a_dtype_may_be_zero_in_it(smallest):
+    # The entropy of a confident row: fp64 has it, fp32 does not.
+    truth, zero = torch.full((3, 4), smallest, dtype=torch.float64), torch.zeros(3, 4)
+    found = numerics.judge(zero, zero, truth)
+    assert found.passed, found.reason
+    assert not numerics.judge(torch.full((3, 4), 1e-30), zero, truth).passed
