@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from nearlight.core.cost import Formula, register_cost
+from nearlight.core.direct import direct
 from nearlight.core.launch import is_describing
 
 # One library per op by qualified name, and the file that defined it.
@@ -93,6 +95,8 @@ def register_op(
     _libraries[qualified] = library, file
     implementations[qualified] = implementation
     library.define(definition, tags=(torch.Tag.pt2_compliant_tag,))
+    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
+    implementation = _counted(implementation, op)
     for device in ("CPU", "CUDA"):
         library.impl(name, implementation, device)
 
@@ -101,8 +105,9 @@ def register_op(
         return (implementation if is_describing() else fake)(*args, **kwargs)
 
     torch.library.register_fake(qualified, fake if fake is None else shapes, lib=library)
-    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
+    call = op
     if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
+        call = direct(op, implementation, backward, save)
         if backward is None:
 
             def backward(ctx: Any, *upstream: Any) -> NoReturn:
@@ -112,7 +117,30 @@ def register_op(
     register_cost(qualified)(cost)
     if namespace != asked:
         _take_name(asked, name, getattr(getattr(torch.ops, namespace), name))
-    return op
+    return call
+
+
+def _counted(implementation: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """Return the implementation, held to the number of results that its schema says.
+
+    Torch takes more than that without a word, and crashes later.
+    """
+    num_returns = len(op._schema.returns)
+    if num_returns < 2:
+        return implementation
+
+    @functools.wraps(implementation)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        results = implementation(*args, **kwargs)
+        if isinstance(results, tuple | list) and len(results) != num_returns:
+            name = getattr(implementation, "__name__", op._schema.name)
+            raise TypeError(
+                f"{name} returned {len(results)} results; the schema of {op._schema.name} says "
+                f"{num_returns}: return as many, or change it"
+            )
+        return results
+
+    return counted
 
 
 def _spared(namespace: str, name: str) -> str:
