@@ -1,17 +1,19 @@
 """Guarded memory: what a launcher allocates starts as NaN and stands between two guard zones.
 
 While `guarded()` is open, torch's Python allocation functions hand out tensors inside a larger
-buffer. An element that a kernel forgets stays NaN; an element that it writes beyond the tensor
-lands in a guard zone, where it is found, and not in the heap. (On a GPU the compute-sanitizer says
-more; in the interpreter nothing else says anything.)
+buffer, by whatever name an own file calls them. An element that a kernel forgets stays NaN; an
+element that it writes beyond the tensor lands in a guard zone, where it is found, and not in the
+heap. (On a GPU the compute-sanitizer says more; in the interpreter nothing else says anything.)
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from nearlight.core.interpreter import builder
-from nearlight.core.user_code import running_place
+from nearlight.core.user_code import is_own, running_place
 
 # Wider than the tail of the widest tile, so that a missing mask does not reach the heap.
 GUARD_BYTES = 1 << 18
@@ -135,6 +137,7 @@ def guarded() -> Iterator[Guard]:
 
         return allocate
 
+    wrappers: dict[Any, Callable[..., Any]] = {}
     with ExitStack() as stack:
         for owner, names, keep in (
             (torch, _UNFILLED, False),
@@ -143,10 +146,40 @@ def guarded() -> Iterator[Guard]:
             (torch.Tensor, _FILLED_METHODS, True),
         ):
             for name in names:
-                wrapper = wrap(getattr(owner, name), keep)
-                stack.enter_context(mock.patch.object(owner, name, wrapper))
+                function = getattr(owner, name)
+                wrappers[function] = wrap(function, keep)
+                stack.enter_context(mock.patch.object(owner, name, wrappers[function]))
+        for module, name, wrapper in _own_references(wrappers):
+            stack.enter_context(mock.patch.object(module, name, wrapper))
         stack.enter_context(mock.patch.object(builder, "on_load", guard.note_load))
         yield guard
+
+
+def _own_references(
+    wrappers: Mapping[Any, Callable[..., Any]],
+) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Return where ops and users' files hold an allocation function by a name of their own.
+
+    `from torch import empty`, or a `functools.partial` of it: each with what is to stand there.
+    """
+    found: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not _is_own(file):
+            continue
+        for name, value in list(vars(module).items()):
+            is_partial = isinstance(value, functools.partial)
+            function = value.func if is_partial else value
+            if not isinstance(function, BuiltinFunctionType) or function not in wrappers:
+                continue
+            wrapper = wrappers[function]
+            if is_partial:
+                wrapper = functools.partial(wrapper, *value.args, **value.keywords)
+            found.append((module, name, wrapper))
+    return found
+
+
+_is_own = functools.cache(is_own)
 
 
 @functools.lru_cache(maxsize=8)

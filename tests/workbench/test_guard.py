@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 import triton.language as tl
@@ -53,6 +56,32 @@ def test_a_read_outside_is_found_though_its_value_is_dropped(num_read, shift, wo
         assert y.tolist() == [0, 1, 2, 3, 4]
     _copy_kernel[(1,)](torch.zeros(8), torch.zeros(8), 8, 0, BLOCK=8)
     assert len(zones.reads) <= 1  # nothing is watched after the block
+
+
+def test_allocations_by_a_name_of_an_own_file_are_guarded_too(tmp_path):
+    file = tmp_path / "own_names.py"
+    file.write_text(
+        "import functools, torch\n"
+        "from torch import empty as made, zeros\n"
+        "like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)\n",
+        encoding="utf-8",
+    )
+    spec = importlib.util.spec_from_file_location("nearlight_test_own_names", file)
+    own = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(own)
+        before = dict(vars(own))
+        with guarded() as guard:
+            x = own.made(3)
+            assert x.isnan().all()
+            like = own.like(own.zeros(4, 2).t())
+            assert like.isnan().all() and like.stride() == (4, 1)
+            x.as_strided((4,), (1,))[3] = 1.0
+        (broken,) = guard.broken()
+        assert broken.startswith("right past the end of a tensor of torch.empty (3,)")
+        assert all(vars(own)[name] is value for name, value in before.items())
+    finally:
+        del sys.modules[spec.name]
 
 
 def test_nothing_stays_patched_after_an_error():
