@@ -18,6 +18,7 @@ import torch
 from nearlight.core.cost import Formula, register_cost
 from nearlight.core.direct import direct
 from nearlight.core.launch import is_describing
+from nearlight.core.replay import Replayed
 
 # One library per op by qualified name, and the file that defined it.
 _libraries: dict[str, tuple[torch.library.Library, str]] = {}
@@ -47,6 +48,7 @@ def register_op(
     cost: Formula,
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
+    is_static: bool = False,
 ) -> Callable[..., Any]:
     """Define a torch op and return what to call; a file run again replaces its former ops.
 
@@ -61,6 +63,8 @@ def register_op(
         backward: `(ctx, *upstream) -> a gradient or None per argument`; where it is left out, as
             for a backward op, a gradient is refused: torch alone would answer 0 in silence.
         save: `(ctx, inputs, output)`, keeps what `backward` needs.
+        is_static: whether the implementation's launches may be repeated without it for arguments
+            of one kind; `replay.Replayed` says what that asks of it.
 
     Raises:
         ValueError: another file has defined an op of this name.
@@ -107,7 +111,8 @@ def register_op(
     torch.library.register_fake(qualified, fake if fake is None else shapes, lib=library)
     call = op
     if not op._schema.is_mutable:  # type: ignore[attr-defined]  # an OpOverload; others take no formula
-        call = direct(op, implementation, backward, save)
+        quick = Replayed(implementation) if is_static else implementation
+        call = direct(op, quick, backward, save)
         if backward is None:
 
             def backward(ctx: Any, *upstream: Any) -> NoReturn:

@@ -102,7 +102,7 @@ class Asked:
 # Not context variables: autograd runs the backward of CUDA tensors in a thread of its own.
 _forced: dict[Asked, Any] = {}
 _asked: list[Asked] | None = None
-_caches: list[Any] = []
+_clears: list[Callable[[], object]] = []
 
 
 def tunable(
@@ -134,7 +134,7 @@ def tunable(
         if "gpu" not in inspect.signature(rule).parameters:
             raise TypeError(f"{name}: {rule.__name__} takes no `gpu`: rows belong to a GPU each")
         cached = lru_cache(maxsize=4096)(Choice(name, rule, candidates).choose)
-        _caches.append(cached)
+        when_forgotten(cached.cache_clear)
         return update_wrapper(cached, rule)
 
     return decorate
@@ -213,8 +213,13 @@ def save(path: Path, rows: Sequence[Row]) -> None:
 
 def forget() -> None:
     """Forget what was chosen, so that the next call of each op chooses anew."""
-    for cached in _caches:
-        cached.cache_clear()
+    for clear in _clears:
+        clear()
+
+
+def when_forgotten(clear: Callable[[], object]) -> None:
+    """Call `clear` whenever choices are forgotten: it forgets what followed from them."""
+    _clears.append(clear)
 
 
 @lru_cache(maxsize=256)

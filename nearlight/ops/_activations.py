@@ -215,6 +215,7 @@ class Unary:
             self.backward,
             fake=lambda dout, x: torch.empty_like(x),
             cost=_cost_of(_FLOPS[self.activation][1]),
+            is_static=True,
         )
         return register_op(
             f"{self.name}_fwd(Tensor x) -> Tensor",
@@ -223,6 +224,7 @@ class Unary:
             cost=_cost_of(_FLOPS[self.activation][0]),
             backward=lambda ctx, dout: backward_op(dout, *ctx.saved_tensors),
             save=_save,
+            is_static=True,
         )
 
 
@@ -270,12 +272,14 @@ class Gated:
             self.backward,
             fake=lambda dout, gate, up: (torch.empty_like(gate), torch.empty_like(gate)),
             cost=backward_cost,
+            is_static=True,
         )
         packed_backward_op = register_op(
             f"{self.name}_packed_bwd(Tensor dout, Tensor gate_up) -> Tensor",
             self.packed_backward,
             fake=lambda dout, gate_up: torch.empty_like(gate_up),
             cost=backward_cost,
+            is_static=True,
         )
         forward_op = register_op(
             f"{self.name}_fwd(Tensor gate, Tensor up) -> Tensor",
@@ -284,6 +288,7 @@ class Gated:
             cost=forward_cost,
             backward=lambda ctx, dout: backward_op(dout, *ctx.saved_tensors),
             save=_save,
+            is_static=True,
         )
         packed_forward_op = register_op(
             f"{self.name}_packed_fwd(Tensor gate_up) -> Tensor",
@@ -292,6 +297,7 @@ class Gated:
             cost=forward_cost,
             backward=lambda ctx, dout: packed_backward_op(dout, *ctx.saved_tensors),
             save=_save,
+            is_static=True,
         )
         return forward_op, packed_forward_op
 

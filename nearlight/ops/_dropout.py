@@ -279,6 +279,7 @@ class Dropout:
             cost=_cost,
             backward=backward,
             save=_save,
+            is_static=True,
         )
         return op
 
@@ -300,6 +301,7 @@ class Dropout:
             cost=_cost,
             backward=backward,
             save=_save,
+            is_static=True,
         )
 
 

@@ -229,6 +229,7 @@ class RowNorm:
             self.backward,
             fake=self._backward_fake,
             cost=self.backward_cost,
+            is_static=True,
         )
         first, last, nones = 1 + len(residual), len(self.inputs), [None] * (len(options) + 1)
         passed_at = [last + list(options).index(name) for name in self.backward_options]
@@ -269,6 +270,7 @@ class RowNorm:
             cost=self.forward_cost,
             backward=differentiate,
             save=save,
+            is_static=True,
         )
 
     def forward_cost(

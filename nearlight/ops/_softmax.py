@@ -368,11 +368,13 @@ def register(op: str, config: Callable[..., RowConfig], is_log: bool) -> Callabl
         cost=forward_cost,
         backward=differentiate,
         save=save,
+        is_static=True,
     )
     backward_op = register_op(
         f"{op}_bwd(Tensor dy, Tensor y, Tensor? mask, float scale) -> Tensor",
         partial(backward, config, is_log),
         fake=lambda dy, y, mask, scale: torch.empty(y.shape, dtype=y.dtype, device=y.device),
         cost=backward_cost,
+        is_static=True,
     )
     return forward_op

@@ -126,6 +126,7 @@ forward_op: Callable[..., Pair] = register_op(
     cost=cost,
     backward=lambda ctx, dq, dk: _differentiate(backward_op, ctx, dq, dk),
     save=_save,
+    is_static=True,
 )
 backward_op: Callable[..., Pair] = register_op(
     "rope_bwd" + _SCHEMA,
@@ -134,4 +135,5 @@ backward_op: Callable[..., Pair] = register_op(
     cost=cost,
     backward=lambda ctx, q, k: _differentiate(forward_op, ctx, q, k),
     save=_save,
+    is_static=True,
 )
