@@ -22,6 +22,7 @@ NOT_STATIC = {
     "group_norm",
     "linear_cross_entropy",
     "linear_log_prob",
+    "lora_linear",
 }
 
 
