@@ -29,7 +29,6 @@ from nearlight.ops.layer_norm import layer_norm as layer_norm
 from nearlight.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from nearlight.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from nearlight.ops.log_softmax import log_softmax as log_softmax
-from nearlight.ops.lora_linear import lora_linear as lora_linear
 from nearlight.ops.relu2 import relu2 as relu2
 from nearlight.ops.rms_norm import rms_norm as rms_norm
 from nearlight.ops.rope import packed_positions as packed_positions

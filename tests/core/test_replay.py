@@ -22,7 +22,6 @@ NOT_STATIC = {
     "group_norm",
     "linear_cross_entropy",
     "linear_log_prob",
-    "lora_linear",
 }
 
 

@@ -16,7 +16,6 @@ from nearlight.ops.embedding import kernels as embedding
 from nearlight.ops.group_norm import registration as group_norm
 from nearlight.ops.linear_cross_entropy import kernels as linear_cross_entropy
 from nearlight.ops.linear_log_prob import kernels as linear_log_prob
-from nearlight.ops.lora_linear import kernels as lora_linear
 from nearlight.ops.rope import registration as rope
 from nearlight.workbench.launches import launches
 
@@ -131,15 +130,6 @@ def launch_linear_log_prob():
     linear_log_prob.logits_gradient_(logits, labels, rows.unbind(), rows[0], rows[0], options)
 
 
-def launch_lora_linear():
-    x, lora_a = torch.ones(70, 96), torch.ones(5, 96)
-    dropout = lora_linear.Dropout(torch.ones(2, dtype=torch.int64), 0.1)
-    low = lora_linear.down(x, lora_a, x.dtype, 1.0, dropout)
-    lora_linear.up(x, low, lora_a, 2.0, x[0])
-    lora_linear.across(x, low, 1.0, dropout, x, lora_a)
-    lora_linear.across(x, low, 2.0, is_transposed=True)
-
-
 def launch_cross_entropy():
     logits, labels = torch.ones(5, 96), torch.ones(5, dtype=torch.int64)
     arguments = cross_entropy_record._arguments(logits, labels, has_gradient=True)
@@ -182,7 +172,7 @@ def test_described_is_what_is_launched(name):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_builds_take_the_tiles_of_a_gpu_of_the_arch(name, arch):
-    if name in ("linear_cross_entropy", "linear_log_prob", "lora_linear") and arch == "sm_75":
+    if name in ("linear_cross_entropy", "linear_log_prob") and arch == "sm_75":
         with pytest.raises(ValueError, match="sm_80 or later"):
             OPS[name].builds(arch)
         return

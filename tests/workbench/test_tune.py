@@ -340,7 +340,6 @@ SHAPES = {
     "rope": [{"B": 1, "S": 20, "H": 20, "HK": 5, "D": 64}],
     "linear_cross_entropy": [{"BT": 3, "H": 16, "V": 2500}],
     "linear_log_prob": [{"BT": 3, "H": 16, "V": 2500}],
-    "lora_linear": [{"M": 70, "K": 300, "N": 150, "R": 5}],
 }
 
 
