@@ -27,8 +27,6 @@ from nearlight.ops.gelu import gelu as gelu
 from nearlight.ops.group_norm import group_norm as group_norm
 from nearlight.ops.layer_norm import layer_norm as layer_norm
 from nearlight.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from nearlight.ops.linear_jsd import linear_jsd as linear_jsd
-from nearlight.ops.linear_kl_div import linear_kl_div as linear_kl_div
 from nearlight.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from nearlight.ops.log_softmax import log_softmax as log_softmax
 from nearlight.ops.relu2 import relu2 as relu2

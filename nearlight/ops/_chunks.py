@@ -89,7 +89,6 @@ def plan(
     dtype: torch.dtype,
     needs_weight: bool,
     budget_bytes: int | None = None,
-    num_buffers: int = 1,
 ) -> Plan:
     """Choose the chunks of a call.
 
@@ -101,14 +100,10 @@ def plan(
         needs_weight: whether the weight gradient is summed over the chunks.
         budget_bytes: memory for everything the call allocates beside its outputs and a few
             vectors of one value per row; None leaves the choice to this function.
-        num_buffers: chunks of logits that exist at once, two where another model's stand beside.
 
     Raises:
         ValueError: the budget is too small; the message says the least that works.
     """
-    classes = vocab
-    if num_buffers > 1:
-        vocab = num_buffers * row_pitch(vocab)
     if not needs_weight or dtype.itemsize > 2:
         # fp32 and fp64 sums round far below the output's own error.
         size = chunk_rows(rows, vocab, dtype, budget_bytes or DEFAULT_BYTES)
@@ -117,7 +112,7 @@ def plan(
     if rounded_bytes <= (budget_bytes or LARGEST_DEFAULT_BYTES):
         logits_bytes = budget_bytes or max(DEFAULT_BYTES, rounded_bytes)
         return _plan(rows, chunk_rows(rows, vocab, dtype, logits_bytes), vocab, dtype)
-    columns, sum_bytes = _split_sum(classes, hidden)
+    columns, sum_bytes = _split_sum(vocab, hidden)
     logits_bytes = SPLIT_SUM_BYTES if budget_bytes is None else budget_bytes - sum_bytes
     smallest_bytes = _bytes(TILE_ROWS, vocab, dtype)
     if dtype != torch.bfloat16 or logits_bytes < smallest_bytes:

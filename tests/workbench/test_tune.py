@@ -339,8 +339,6 @@ SHAPES = {
     "log_softmax": [{"rows": 9, "N": 3000}, {"rows": 1, "N": 17_000}],
     "rope": [{"B": 1, "S": 20, "H": 20, "HK": 5, "D": 64}],
     "linear_cross_entropy": [{"BT": 3, "H": 16, "V": 2500}],
-    "linear_jsd": [{"BT": 3, "H": 16, "V": 2500}],
-    "linear_kl_div": [{"BT": 3, "H": 16, "V": 2500}],
     "linear_log_prob": [{"BT": 3, "H": 16, "V": 2500}],
 }
 
