@@ -16,11 +16,12 @@ from torch.autograd import forward_ad
 
 _C = torch._C
 _DEVICES = ("CPU", "CUDA")
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+# Exactly these: a subclass may mean anything.
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 # What Python passes for a type of the schema, exactly: an int for a float would be converted.
 _TYPES: dict[str, frozenset[type]] = {
-    "Tensor": _TENSORS,
-    "Optional[Tensor]": _TENSORS | {type(None)},
+    "Tensor": TENSORS,
+    "Optional[Tensor]": TENSORS | {type(None)},
     "float": frozenset((float,)),
     "Optional[float]": frozenset((float, type(None))),
     "int": frozenset((int, torch.dtype)),  # a dtype counts as an int there
@@ -98,7 +99,7 @@ def direct(
             kind = type(value)
             if kind not in allowed:  # type: ignore[operator]  # None has been ruled out
                 return op(*args)
-            if kind in _TENSORS and _C._dispatch_keys(value).raw_repr() not in _PLAIN:
+            if kind in TENSORS and _C._dispatch_keys(value).raw_repr() not in _PLAIN:
                 return op(*args)
         if not (torch.is_grad_enabled() and _C._any_requires_grad(*args)):
             return run(*args)

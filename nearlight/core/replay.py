@@ -19,6 +19,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nearlight.core import tuned
+from nearlight.core.direct import TENSORS
 from nearlight.core.triton import Kernel
 
 # Kinds of arguments an op remembers; where each call is of a new kind, none is worth noting.
@@ -26,7 +27,6 @@ MAX_KINDS = 4096
 # Pointers of an address of this size are aligned for every access.
 _ALIGNMENT = 16
 _START = Kernel._start
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None), tl.dtype)
 _aten = torch.ops.aten
 _ALLOCATES = {
@@ -37,6 +37,8 @@ _ALLOCATES = {
     _aten.new_empty_strided.default,
 }
 _hooks = triton.knobs.runtime
+# One thread notes at a time: what two put in the place of `_start` would not come off again.
+_noting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,12 @@ class Replayed:
                 self._plans.clear()
             self._plans[kind] = None
             return self._implementation(*args)
-        results, noted = _noted(self._implementation, args)
+        if not _noting.acquire(blocking=False):
+            return self._implementation(*args)  # while another thread notes
+        try:
+            results, noted = _noted(self._implementation, args)
+        finally:
+            _noting.release()
         self._plans[kind] = _plan(args, results, noted) or False
         return results
 
@@ -192,7 +199,7 @@ def _kind(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a call's launches follow from; equal kinds have equal launches."""
     kind: list[Any] = []
     for value in args:
-        if type(value) in _TENSORS:
+        if type(value) in TENSORS:
             alignment = value.data_ptr() % _ALIGNMENT
             kind += value.shape, value.stride(), value.dtype, value.get_device(), alignment
         else:
@@ -238,7 +245,7 @@ def _noted(implementation: Callable[..., Any], args: Sequence[Any]) -> tuple[Any
 
 def _plan(args: Sequence[Any], results: Any, noted: _Noted) -> Plan | None:
     """Return the plan of a call, or None where repeating it might not do the same."""
-    inputs = [index for index, value in enumerate(args) if type(value) in _TENSORS]
+    inputs = [index for index, value in enumerate(args) if type(value) in TENSORS]
     given = [args[index] for index in inputs]
     is_single = isinstance(results, torch.Tensor)
     returned = [results] if is_single else results
@@ -247,7 +254,7 @@ def _plan(args: Sequence[Any], results: Any, noted: _Noted) -> Plan | None:
         return None
     launches = []
     for each in noted.launched:
-        launch = _launch_of(*each, [*given, *noted.allocated], len(given))
+        launch = _launch_of(*each, [*given, *noted.allocated])
         if launch is None:
             return None
         launches.append(launch)
@@ -270,7 +277,6 @@ def _launch_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     bases: Sequence[torch.Tensor],
-    num_inputs: int,
 ) -> _Launch | None:
     bound = {p.name: p.default for p in kernel.params if p.has_default}
     bound |= dict(zip(kernel.arg_names, args, strict=False))
@@ -278,7 +284,7 @@ def _launch_of(
     values, slots = [bound[name] for name in kernel.arg_names], []
     for at, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            found = _place(value, bases, num_inputs)
+            found = _place(value, bases)
             if found is None:
                 return None
             slots.append(_Slot(at, *found, tuple(value.shape), value.stride(), value.dtype))
@@ -292,9 +298,7 @@ def _launch_of(
     return _Launch(kernel, start, (*sizes, 1, 1)[:3], values, slots)
 
 
-def _place(
-    tensor: torch.Tensor, bases: Sequence[torch.Tensor], num_inputs: int
-) -> tuple[int, int] | None:
+def _place(tensor: torch.Tensor, bases: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Return in which base a tensor lies and how many bytes from its start, if that is certain.
 
     Arguments may share their memory in one call and not in the next: then only the argument

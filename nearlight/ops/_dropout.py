@@ -111,18 +111,22 @@ def check(op: str, p: float, seed: torch.Tensor | None, **tensors: torch.Tensor)
 
 
 @jit
-def kept(
-    seed, offset, number,
-    FOURS: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _factors(
+    seed_ptr, M, N, INNER, number_stride_o, number_stride_m, number_stride_n,
+    FOURS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+    SPLIT_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return which elements of a tile are kept.
-
-    `number` has that of each element, in int64; with FOURS that of each four neighbours in a row,
-    which share a counter.
-    """
-    counter = number if FOURS else number // 4
+    """Return what multiplies each element of this program's tile: SCALE or 0."""
+    if FOURS:  # four neighbours share a counter
+        o, m, n, _ = tile(M, tl.cdiv(N, 4), INNER, SPLIT_ROWS, BLOCK_M, BLOCK_N // 4)
+        counter = o * (number_stride_o // 4) + m * (number_stride_m // 4) + n
+    else:
+        o, m, n, _ = tile(M, N, INNER, SPLIT_ROWS, BLOCK_M, BLOCK_N)
+        number = o * number_stride_o + m * number_stride_m + n * number_stride_n
+        counter = number // 4
+    offset = tl.load(seed_ptr + 1)
     w0, w1, w2, w3 = tl.philox(
-        seed,
+        tl.load(seed_ptr),
         counter.to(tl.uint32),
         (counter >> 32).to(tl.uint32),
         offset.to(tl.uint32),
@@ -135,25 +139,8 @@ def kept(
         words = tl.where(
             which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3)
         )  # fmt: skip
-    return words >= tl.full((1, 1), THRESHOLD, tl.uint32)
-
-
-@jit
-def _factors(
-    seed_ptr, M, N, INNER, number_stride_o, number_stride_m, number_stride_n,
-    FOURS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
-    SPLIT_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return what multiplies each element of this program's tile: SCALE or 0."""
-    if FOURS:
-        o, m, n, _ = tile(M, tl.cdiv(N, 4), INNER, SPLIT_ROWS, BLOCK_M, BLOCK_N // 4)
-        number = o * (number_stride_o // 4) + m * (number_stride_m // 4) + n
-    else:
-        o, m, n, _ = tile(M, N, INNER, SPLIT_ROWS, BLOCK_M, BLOCK_N)
-        number = o * number_stride_o + m * number_stride_m + n * number_stride_n
-    seed, offset = tl.load(seed_ptr), tl.load(seed_ptr + 1)
-    keep = kept(seed, offset, number, FOURS, THRESHOLD, BLOCK_M, BLOCK_N)
-    return tl.where(keep, tl.full((1, 1), SCALE, ACC), tl.full((1, 1), 0.0, ACC))
+    least = tl.full((1, 1), THRESHOLD, tl.uint32)
+    return tl.where(words >= least, tl.full((1, 1), SCALE, ACC), tl.full((1, 1), 0.0, ACC))
 
 
 @jit

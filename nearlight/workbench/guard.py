@@ -36,6 +36,8 @@ _FILLED = ("zeros", "zeros_like", "ones", "ones_like", "full", "full_like")
 _UNFILLED_METHODS = ("new_empty", "new_empty_strided")
 _FILLED_METHODS = ("new_zeros", "new_ones", "new_full")
 
+_is_own = functools.cache(is_own)
+
 
 @dataclass(frozen=True)
 class _Zone:
@@ -177,9 +179,6 @@ def _own_references(
                 wrapper = functools.partial(wrapper, *value.args, **value.keywords)
             found.append((module, name, wrapper))
     return found
-
-
-_is_own = functools.cache(is_own)
 
 
 @functools.lru_cache(maxsize=8)
